@@ -1,0 +1,320 @@
+"""The learner: REINFORCE with unclipped token-level importance sampling, and every metric of a run.
+
+    advantage   A_i  = R_i - mean of R over the samples of the same prompt
+    ratio       w_it = exp(log pi_k(a_it) - log mu_v(a_it))
+    loss        -(1/B) sum_i (1/T_i) sum_t stop_grad(w_it) A_i log pi_k(a_it)
+
+log mu_v is what the engine recorded when it sampled with weights version v; pi_k is the learner after k updates. No
+clip, no value model, no KL term, no division by a standard deviation. Gates and a cap on w exist as baselines.
+"""
+
+import contextlib
+import math
+from dataclasses import dataclass
+
+import torch
+
+import kernels
+from rollout import Sample
+
+
+@dataclass
+class Gates:
+    """Baselines for samples with large ratios; all off by default. Rejected samples stay in B and in T_i.
+
+    gate "seq" drops a response whose mean of (w - 1 - log w) exceeds `threshold` (default 0.01, verl's seq_mean_k3);
+    "token" drops tokens whose ratio leaves [low, high] (default [0.5, 5.0], IcePop, arXiv 2510.18855);
+    ratio_cap truncates w from above.
+    """
+
+    gate: str = "none"
+    threshold: float = 0.01
+    low: float = 0.5
+    high: float = 5.0
+    ratio_cap: float | None = None
+
+
+class MismatchError(RuntimeError):
+    """Aligned kernels, equal weights, and yet a log-probability of rollout and learner differs."""
+
+
+def advantages(samples: list[Sample]) -> list[float]:
+    """R_i minus the mean of R over the sample's group; exactly 0 when all rewards of a group are equal."""
+    groups: dict[int, list[float]] = {}
+    for s in samples:
+        groups.setdefault(s.group, []).append(s.reward)
+    mean = {g: r[0] if len(set(r)) == 1 else sum(r) / len(r) for g, r in groups.items()}
+    return [s.reward - mean[s.group] for s in samples]
+
+
+def token_weights(logp, logmu, mask, gates: Gates):
+    """Importance weights of one response and what the gates did with them.
+
+    logp, logmu: [T_i] float32, log pi_k and log mu_v; mask: [T_i] bool, True for sampled tokens.
+    Returns (weights [T_i] float32, valid [T_i] bool, rejected [T_i] bool): `valid` leaves out unsampled tokens and
+    those whose log-probability or ratio is not finite; weights are 0 where not valid or rejected.
+    """
+    ratio = torch.exp(logp - logmu)
+    valid = mask & torch.isfinite(logp) & torch.isfinite(logmu) & torch.isfinite(ratio)
+    rejected = torch.zeros_like(mask)
+    if gates.gate == "seq" and valid.any():
+        log_ratio = (logp - logmu)[valid].double()
+        rejected |= valid & bool((torch.expm1(log_ratio) - log_ratio).mean() > gates.threshold)
+    elif gates.gate == "token":
+        rejected |= valid & ((ratio < gates.low) | (ratio > gates.high))
+    weights = ratio if gates.ratio_cap is None else ratio.clamp(max=gates.ratio_cap)
+    return torch.where(valid & ~rejected, weights, 0.0), valid, rejected
+
+
+class Learner:
+    """A transformers causal language model, its float32 master weights and Adam, and the update.
+
+    model: local Hugging Face folder; dtype: "bfloat16" or "float32" of the model that computes; kernels_mode: "aligned"
+    (kernels.py) or "standard" (the stock transformers forward). Raises ValueError for an architecture without aligned
+    kernels.
+    """
+
+    def __init__(self, model, dtype="bfloat16", kernels_mode="aligned", *, lr=1e-4, max_grad_norm=1.0, temperature=1.0,
+                 tokens_per_microbatch=8192, gates=Gates(), audit=8, gradient_checkpointing=False, allow_mismatch=False):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(model)
+        if kernels_mode == "aligned":
+            kernels.require_supported(config)
+            kernels.load_ops()
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()  # eval: no dropout
+        self.mode, self.temperature, self.gates = kernels_mode, temperature, gates
+        self.tokens_per_microbatch, self.audit, self.allow_mismatch = tokens_per_microbatch, audit, allow_mismatch
+        self.gradient_checkpointing, self.max_grad_norm = gradient_checkpointing, max_grad_norm
+        if kernels_mode == "aligned":
+            self.cos_sin = kernels.rotary_table(self.model.config, self.model.dtype)
+        elif gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.train()
+
+        # Float32 master weights, flat: one tensor for the optimizer, the gradient and its norm. A bfloat16 weight would
+        # swallow updates below 1/256 of its size.
+        self.params = dict(self.model.named_parameters())
+        self.master = torch.nn.Parameter(torch.cat([p.detach().float().flatten() for p in self.params.values()]))
+        self.master.grad = torch.zeros_like(self.master)
+        sizes = [p.numel() for p in self.params.values()]
+        views = zip(self.params.values(), self.master.detach().split(sizes), self.master.grad.split(sizes))
+        self.views = [(p, m.view_as(p), g.view_as(p)) for p, m, g in views]
+        self.optimizer = torch.optim.AdamW([self.master], lr=lr, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
+
+    # -- weights
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """A copy of the current weights, parameter name -> tensor in the model's dtype, safe to publish."""
+        return {name: p.detach().clone() for name, p in self.params.items()}
+
+    @contextlib.contextmanager
+    def holding(self, weights: dict[str, torch.Tensor] | None):
+        """Compute with other weights for a while (None: the current ones), by exchanging tensors, not copying."""
+        saved = {name: p.data for name, p in self.params.items()}
+        try:
+            for name, tensor in (weights or {}).items():
+                self.params[name].data = tensor
+            yield
+        finally:
+            for name, tensor in saved.items():
+                self.params[name].data = tensor
+
+    # -- log-probabilities
+
+    def score(self, samples: list[Sample]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(log pi, entropy) of each response token, per sample [T_i] float32, in one forward. Differentiable."""
+        sequences = [s.prompt_ids + s.response_ids for s in samples]
+        targets = torch.tensor([t for s in samples for t in s.response_ids])
+        sizes = [len(s.response_ids) for s in samples]
+        first = [len(s.prompt_ids) - 1 for s in samples]  # the position that predicts the first response token
+        if self.mode == "aligned":
+            packed = kernels.pack(sequences)
+            hidden = kernels.hidden_states(self.model, packed, self.cos_sin, self.gradient_checkpointing)
+            at, start = [], 0
+            for sequence, f, n in zip(sequences, first, sizes):
+                at.append(torch.arange(start + f, start + f + n))
+                start += len(sequence)
+            hidden = hidden[torch.cat(at)]
+        else:
+            longest = max(map(len, sequences))
+            ids = torch.tensor([s + [0] * (longest - len(s)) for s in sequences])
+            mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences])
+            hidden = self.model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+            hidden = torch.cat([hidden[i, f : f + n] for i, (f, n) in enumerate(zip(first, sizes))])
+        logp, entropy = kernels.token_logprobs(hidden, self.model.lm_head, targets, self.temperature)
+        return logp.split(sizes), entropy.split(sizes)
+
+    def microbatches(self, samples: list[Sample]) -> list[list[int]]:
+        """Indices of samples, in order, cut where the tokens (prompts and responses) exceed --tokens-per-microbatch."""
+        cut, tokens = [[]], 0
+        for i, s in enumerate(samples):
+            n = len(s.prompt_ids) + len(s.response_ids)
+            if cut[-1] and tokens + n > self.tokens_per_microbatch:
+                cut, tokens = [*cut, []], 0
+            cut[-1].append(i)
+            tokens += n
+        return [m for m in cut if m]
+
+    # -- one update
+
+    def update(self, samples: list[Sample], step: int, weights_of) -> dict[str, float]:
+        """One gradient step on a batch. `step` is k; weights_of(v) gives the weights of a version that sampled some of
+        the batch. Returns the metrics of the run's table. Raises MismatchError (aligned kernels only)."""
+        advantage = advantages(samples)
+        stats, logp_now, lr = Stats(), [None] * len(samples), self.optimizer.param_groups[0]["lr"]
+        self.master.grad.zero_()
+        # Responses without an advantage have no gradient: they are scored for the metrics, without a backward.
+        for learn in (True, False):
+            chosen = [i for i, a in enumerate(advantage) if (a != 0) == learn]
+            for microbatch in self.microbatches([samples[i] for i in chosen]):
+                indices = [chosen[j] for j in microbatch]
+                with torch.set_grad_enabled(learn):
+                    logps, entropies = self.score([samples[i] for i in indices])
+                coefficients = []
+                for i, logp, entropy in zip(indices, logps, entropies):
+                    s, logp = samples[i], logp.detach()
+                    mask = torch.tensor(s.mask, dtype=torch.bool)
+                    w, valid, rejected = token_weights(logp, s.logprobs, mask, self.gates)
+                    logp_now[i] = logp
+                    coefficients.append(w * (-advantage[i] / max(int(valid.sum()), 1) / len(samples)))
+                    stats.add(logp, s.logprobs, entropy, mask, valid, rejected, coefficients[-1])
+                if learn:
+                    self._backward(torch.cat(logps), torch.cat(coefficients))
+        norm = self.master.grad.norm().item()
+        stepped = any(advantage) and math.isfinite(norm)
+        if stepped:
+            if norm > self.max_grad_norm > 0:
+                self.master.grad.mul_(self.max_grad_norm / norm)
+            self.optimizer.step()
+            for p, master, _ in self.views:
+                p.data.copy_(master)
+        metrics = batch_metrics(samples, step) | stats.metrics(self.gates.gate)
+        audited = self._audit(samples, logp_now, weights_of)
+        metrics |= audited | {"grad_norm": norm, "lr": lr, "stepped": stepped}
+        if self.mode == "aligned" and audited.get("mismatch_max") and not self.allow_mismatch:
+            raise MismatchError(
+                f"update {step}: log-probabilities of rollout and learner differ by up to {audited['mismatch_max']:.3g} at "
+                "equal weights; `python kernels.py --model ...` finds the operation, --allow-mismatch goes on"
+            )
+        return metrics
+
+    def _backward(self, logp: torch.Tensor, coefficient: torch.Tensor) -> None:
+        """Accumulate the gradient of sum(coefficient * logp) into the float32 gradient."""
+        logp.backward(coefficient)
+        for p, _, grad in self.views:
+            if p.grad is not None:
+                grad.add_(p.grad)
+                p.grad = None
+
+    @torch.no_grad()
+    def _audit(self, samples, logp_now, weights_of) -> dict[str, float]:
+        """Kernel mismatch (log pi_v - log mu_v) and policy lag (log pi_k - log pi_v), apart, on --audit samples: the
+        learner's own kernels at the weights that sampled them. Means of r - 1 - log r (Schulman 2020, k3)."""
+        count = min(self.audit, len(samples))
+        chosen = [i * len(samples) // count for i in range(count)]
+        mismatch, lag = [], []
+        for version in sorted({samples[i].version for i in chosen}):
+            indices = [i for i in chosen if samples[i].version == version]
+            with self.holding(weights_of(version)):
+                logps, _ = self.score([samples[i] for i in indices])
+            for i, logp_v in zip(indices, logps):
+                sampled = torch.tensor(samples[i].mask, dtype=torch.bool)
+                mismatch.append((logp_v - samples[i].logprobs)[sampled])
+                lag.append((logp_now[i] - logp_v)[sampled])
+        if not chosen:
+            return {}
+        mismatch, lag = torch.cat(mismatch).double(), torch.cat(lag).double()
+        return {
+            "mismatch_kl": k3(mismatch).mean().item(),
+            "mismatch_max": mismatch.abs().max().item(),
+            "mismatch_exact": (mismatch == 0).double().mean().item(),
+            "lag_kl": k3(lag).mean().item(),
+        }
+
+    # -- state for checkpoints
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Everything besides the model's weights that the next update depends on: flat tensors."""
+        adam = self.optimizer.state[self.master]
+        zeros = torch.zeros_like(self.master)
+        return {
+            "master": self.master.detach(),
+            "exp_avg": adam.get("exp_avg", zeros),
+            "exp_avg_sq": adam.get("exp_avg_sq", zeros.clone()),
+            "adam_step": adam.get("step", torch.tensor(0.0)),
+        }
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore what `state` gave. Raises ValueError if it belongs to another model."""
+        if state["master"].shape != self.master.shape:
+            raise ValueError(f"checkpoint holds {state['master'].numel():,} parameters, the model {self.master.numel():,}; check --model")
+        self.master.copy_(state["master"])
+        for p, master, _ in self.views:
+            p.data.copy_(master)
+        if state["adam_step"] > 0:
+            self.optimizer.state[self.master] = {
+                "step": state["adam_step"].clone(),
+                "exp_avg": state["exp_avg"].clone(),
+                "exp_avg_sq": state["exp_avg_sq"].clone(),
+            }
+
+
+def k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    """r - 1 - log r for log r: non-negative, exactly 0 at 0 (http://joschu.net/blog/kl-approx.html, k3)."""
+    return torch.expm1(log_ratio) - log_ratio
+
+
+class Stats:
+    """Sums over the sampled tokens of a batch, in float64, in the samples' order of computation."""
+
+    def __init__(self):
+        self.parts: list[tuple] = []
+        self.nonfinite = self.rejected_tokens = self.rejected_sequences = self.sequences = 0
+
+    def add(self, logp, logmu, entropy, mask, valid, rejected, coefficient) -> None:
+        """Tensors of one response, each [T_i]; see `token_weights`. coefficient: the factor of log pi in the loss."""
+        self.nonfinite += int((mask & ~valid).sum())
+        self.sequences += 1
+        self.rejected_tokens += int(rejected.sum())
+        self.rejected_sequences += bool(rejected.any())
+        self.parts.append(((logp - logmu)[valid], entropy[valid], (coefficient * logp)[valid]))
+
+    def metrics(self, gate: str) -> dict[str, float]:
+        log_ratio, entropy, loss = (torch.cat(x).double() for x in zip(*self.parts))
+        n = max(log_ratio.numel(), 1)
+        w = log_ratio.exp()
+        rejected = self.rejected_sequences / self.sequences if gate == "seq" else self.rejected_tokens / n
+        return {
+            "kl": -log_ratio.sum().item() / n,
+            "d3": k3(log_ratio).sum().item() / n,
+            "ratio_max": w.max().item() if len(w) else math.nan,
+            "ratio_min": w.min().item() if len(w) else math.nan,
+            "ess": (w.sum() ** 2 / (n * w.square().sum())).item() if len(w) else math.nan,
+            "rejected": rejected,
+            "entropy": entropy.sum().item() / n,
+            "loss": loss.sum().item(),
+            "nonfinite": self.nonfinite,
+        }
+
+
+def batch_metrics(samples: list[Sample], step: int) -> dict[str, float]:
+    """Metrics of a batch that need no model."""
+    rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
+    lags = [step - s.version for s in samples]
+    groups: dict[int, set] = {}
+    for s in samples:
+        groups.setdefault(s.group, set()).add(s.reward)
+    sampled = [sum(s.mask) for s in samples]
+    return {
+        "step": step,
+        "lag": sum(lags) / len(lags),
+        "lag_max": max(lags),
+        "reward": rewards.mean().item(),
+        "reward_std": rewards.std(correction=0).item(),
+        "groups_mixed": sum(len(r) > 1 for r in groups.values()) / len(groups),
+        "response_len": sum(sampled) / len(sampled),
+        "truncated": sum(s.finish == "length" for s in samples) / len(samples),
+        "tokens": sum(sampled),
+    }

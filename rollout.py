@@ -1,0 +1,324 @@
+"""Rollout: vLLM generates batches of responses at a given weights version, in a thread beside the learner.
+
+    Engine         vLLM in this process: load(weights, version), generate(requests, ...) -> samples, close()
+    WeightStore    the versions that the learner has published and that some batch may still need
+    RolloutThread  decides which version samples which batch (--schedule), and hands finished batches to the main loop
+"""
+
+import collections
+import hashlib
+import os
+import queue
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+
+import kernels
+
+
+@dataclass
+class Request:
+    """One response to sample: the prompt's token ids and the seed of its own random stream."""
+
+    prompt_ids: list[int]
+    seed: int
+
+
+@dataclass
+class Sample:
+    """One sampled response. Token ids are what the engine sampled; nothing is ever re-tokenised from text."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    logprobs: torch.Tensor  # [len(response_ids)] float32: log mu_v of each token, as recorded by the engine
+    version: int  # the weights version that sampled every token
+    finish: str  # "stop" or "length"
+    mask: list[int]  # 1 for sampled tokens, 0 for tool output
+    group: int = 0  # samples of one prompt share a group
+    reward: float = 0.0
+
+
+@dataclass
+class Batch:
+    """The samples of one update, in the order (prompt, sample), and what it took to make them."""
+
+    index: int
+    samples: list[Sample]
+    texts: list[str]  # decoded responses
+    t_rollout: float  # seconds of sampling and grading
+    t_sync: float  # seconds of loading weights
+
+
+def sample_seed(*path) -> int:
+    """A 56-bit seed that is a pure function of its arguments, e.g. (seed, batch, prompt, sample)."""
+    digest = hashlib.blake2b("/".join(map(str, path)).encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
+
+
+class Engine:
+    """vLLM in this process, sampling plainly: temperature only; no top-p, top-k or penalties, nothing inherited from
+    the model's generation_config.json.
+
+    model: local Hugging Face folder; dtype: "bfloat16" or "float32"; kernels_mode: "aligned" or "standard";
+    max_model_len: tokens of prompt and response together; max_seqs: sequences decoded at once; stop_ids: token ids that
+    end a response.
+    """
+
+    def __init__(self, model, dtype, kernels_mode, max_model_len, max_seqs, stop_ids, seed=0):
+        # One process: the learner's tensors are the engine's input, and the rollout thread may share the lock of
+        # kernels.py. Must be set before vLLM is imported.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        from vllm import LLM
+
+        set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it by a warning (v1/worker/cpu_worker.py)
+        self.mode, self.stop_ids, self.version, self.cancelled = kernels_mode, sorted(stop_ids), None, False
+        batch_tokens = max(8192, max_model_len)
+        with kernels.engine_kernels(kernels_mode):
+            self.llm = LLM(
+                model,
+                dtype=dtype,
+                seed=seed,
+                skip_tokenizer_init=True,  # ids in, ids out
+                generation_config="vllm",  # not the model's own: a repetition penalty there would change sampling
+                logprobs_mode="processed_logprobs",  # after the temperature, as sampled
+                enforce_eager=True,
+                # a seed per request and a chunk of a prompt do not go together in vLLM 0.32 on a CPU ("CPU Generator
+                # does not use offset"); without chunks a prompt must fit a step
+                enable_chunked_prefill=False,
+                enable_prefix_caching=True,
+                block_size=kernels.BLOCK,
+                max_model_len=max_model_len,
+                max_num_seqs=max_seqs,
+                max_num_batched_tokens=batch_tokens,
+                kv_cache_memory_bytes=_kv_cache_bytes(model, dtype, max_model_len, max_seqs),
+            )
+        torch.set_num_threads = set_num_threads
+        self.engine = self.llm.llm_engine
+
+    def load(self, weights: dict[str, torch.Tensor], version: int) -> None:
+        """Copy weights (parameter name of transformers -> tensor) into the engine and label it with their version.
+
+        Raises RuntimeError if the prefix cache, which holds keys and values of the old weights, was not reset.
+        """
+        with kernels.engine_kernels(self.mode):  # loading builds the linear layers' dispatch anew
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache after a weight load: old keys and values would be reused")
+        self.engine.set_weight_version(str(version))
+        self.version = version
+
+    def generate(self, requests: list[Request], max_new_tokens: int, temperature: float, version: int) -> list[Sample]:
+        """Sample one response per request. Raises RuntimeError if any token came from another version than `version`."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if version != self.version:
+            raise RuntimeError(f"engine holds weights version {self.version}, batch needs {version}")
+        for i, request in enumerate(requests):
+            params = SamplingParams(
+                temperature=temperature,
+                max_tokens=max_new_tokens,
+                seed=request.seed,
+                logprobs=0,  # the sampled token's own
+                flat_logprobs=True,  # one flat list, not a dict per token
+                stop_token_ids=self.stop_ids,
+                ignore_eos=True,  # stop_ids decide, not the model's configuration
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                skip_clone=True,
+            )
+            self.engine.add_request(str(i), {"prompt_token_ids": request.prompt_ids}, params)
+        samples = [None] * len(requests)
+        while self.engine.has_unfinished_requests():
+            if self.cancelled:
+                raise RuntimeError("generation cancelled")
+            for output in self.engine.step():
+                if output.finished:
+                    i = int(output.request_id)
+                    samples[i] = _to_sample(requests[i].prompt_ids, output.outputs[0], version)
+        return samples
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
+
+
+def _to_sample(prompt_ids, out, version) -> Sample:
+    spans = {span.version for span in out.weight_versions}
+    if spans != {str(version)}:
+        raise RuntimeError(f"a response was sampled by weights versions {sorted(spans)}, expected {version} alone")
+    ids = list(out.token_ids)
+    logprobs = torch.tensor(out.logprobs.logprobs, dtype=torch.float32)  # exact: they were float32
+    if out.logprobs.token_ids != ids:
+        raise RuntimeError("vLLM returned log-probabilities of other tokens than it sampled")
+    return Sample(prompt_ids, ids, logprobs, version, out.finish_reason, [1] * len(ids))
+
+
+def _kv_cache_bytes(model, dtype, max_model_len, max_seqs, limit=4 << 30) -> int:
+    """Room for every sequence at its full length, at most 4 GiB; vLLM preempts and recomputes when it is short."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = 4 if dtype == "float32" else 2
+    per_token = 2 * config.num_hidden_layers * heads * kernels.head_size(config) * size
+    blocks = -(-max_model_len // kernels.BLOCK)
+    sequence = blocks * kernels.BLOCK * per_token
+    return max(min(sequence * (max_seqs + 1), limit), 2 * sequence)
+
+
+class WeightStore:
+    """Published weights by version. The learner publishes and drops, the rollout thread waits and reads.
+
+    Tensors are handed over as they are: nobody may write to a published tensor.
+    """
+
+    def __init__(self):
+        self._weights: dict[int, dict[str, torch.Tensor]] = {}
+        self._changed = threading.Condition()
+
+    def publish(self, version: int, weights: dict[str, torch.Tensor]) -> None:
+        with self._changed:
+            self._weights[version] = weights
+            self._changed.notify_all()
+
+    def drop_before(self, version: int) -> None:
+        with self._changed:
+            for old in [v for v in self._weights if v < version]:
+                del self._weights[old]
+
+    def get(self, version: int) -> dict[str, torch.Tensor]:
+        with self._changed:
+            return self._weights[version]
+
+    def versions(self) -> list[int]:
+        with self._changed:
+            return sorted(self._weights)
+
+    def wait(self, oldest: int, newest: bool, stop: threading.Event):
+        """(version, weights) of `oldest` or, with `newest`, of the newest version there is, once version `oldest` has
+        been published; None when `stop` is set first."""
+        with self._changed:
+            while not stop.is_set():
+                if self._weights and max(self._weights) >= oldest:
+                    version = max(self._weights) if newest else oldest
+                    return version, self._weights[version]
+                self._changed.wait(timeout=0.1)
+        return None
+
+
+class RolloutThread(threading.Thread):
+    """Samples batches start, start + 1, ... and puts them into a bounded queue.
+
+    schedule "fixed": batch b is sampled by version max(0, b - lag), so which weights sample what does not depend on the
+    threads' timing. "bound": by the newest version when it starts, at least b - lag.
+
+    make_requests(b) -> list[Request] and grade(b, samples) -> texts, which sets rewards and groups, are the task's.
+    An exception, or a call of the engine that takes longer than `timeout` seconds, is kept in `error`, and `on_error()`
+    is called so that the main loop need not wait for it.
+    """
+
+    def __init__(self, engine, store, make_requests, grade, *, start, steps, lag, schedule, max_new_tokens, temperature,
+                 timeout, threads, on_error):
+        super().__init__(name="rollout", daemon=True)
+        self.engine, self.store, self.make_requests, self.grade = engine, store, make_requests, grade
+        self.first, self.steps, self.lag, self.schedule = start, steps, lag, schedule
+        self.max_new_tokens, self.temperature = max_new_tokens, temperature
+        self.timeout, self.threads, self.on_error = timeout, threads, on_error
+        self.batches: queue.Queue[Batch] = queue.Queue(maxsize=lag + 1)
+        self.evaluations: collections.deque = collections.deque()  # of (weights, version, requests, done)
+        self.stop, self.error, self.busy_since = threading.Event(), None, None
+        threading.Thread(target=self._watch, name="rollout-watchdog", daemon=True).start()
+
+    # -- main loop's side
+
+    def next(self, interrupted) -> Batch | None:
+        """The next batch, waiting for it; None once `interrupted()` is true. Raises the thread's error, if it has one."""
+        while True:
+            if self.error is not None:
+                raise self.error
+            if interrupted():
+                return None
+            try:
+                return self.batches.get(timeout=0.05)
+            except queue.Empty:
+                if not self.is_alive() and self.error is None and self.batches.empty():
+                    raise RuntimeError("the rollout thread ended early") from None
+
+    def evaluate(self, weights, version, requests, done) -> None:
+        """Between two batches: generate `requests` with these weights and call done(version, samples) in the thread.
+        Training samples are not disturbed: each carries its own seed, and each batch loads the version it needs."""
+        self.evaluations.append((weights, version, requests, done))
+
+    def close(self, wait: float = 10.0) -> bool:
+        """Stop; False if the thread is still in a call of the engine after `wait` seconds."""
+        self.stop.set()
+        self.engine.cancelled = True
+        if self.is_alive():
+            self.join(wait)
+        return not self.is_alive()
+
+    # -- the thread
+
+    def run(self) -> None:
+        torch.set_num_threads(self.threads)
+        try:
+            with torch.no_grad():
+                for b in range(self.first, self.steps):
+                    batch = self._sample(b)
+                    if batch is None or not self._put(batch):
+                        return
+                while not self.stop.is_set():  # evaluations of the last updates
+                    self._run_evaluations()
+                    time.sleep(0.02)
+        except BaseException as error:  # whatever it is, the run must hear of it
+            if not self.stop.is_set():
+                self._fail(error)
+
+    def _sample(self, b: int) -> Batch | None:
+        self._run_evaluations()
+        found = self.store.wait(max(0, b - self.lag), self.schedule == "bound", self.stop)
+        if found is None:
+            return None
+        version, weights = found
+        self._run_evaluations()
+        t0 = time.perf_counter()
+        self.busy_since = time.monotonic()
+        if self.engine.version != version:
+            self.engine.load(weights, version)
+        t1 = time.perf_counter()
+        samples = self.engine.generate(self.make_requests(b), self.max_new_tokens, self.temperature, version)
+        texts = self.grade(b, samples)
+        self.busy_since = None
+        return Batch(b, samples, texts, time.perf_counter() - t1, t1 - t0)
+
+    def _run_evaluations(self) -> None:
+        while self.evaluations and not self.stop.is_set():
+            weights, version, requests, done = self.evaluations[0]
+            self.busy_since = time.monotonic()
+            if self.engine.version != version:
+                self.engine.load(weights, version)
+            done(version, self.engine.generate(requests, self.max_new_tokens, self.temperature, version))
+            self.busy_since = None
+            self.evaluations.popleft()  # after it is done: an empty deque means nothing is left to wait for
+
+    def _put(self, batch: Batch) -> bool:
+        while not self.stop.is_set():
+            try:
+                self.batches.put(batch, timeout=0.1)
+                return True
+            except queue.Full:
+                pass
+        return False
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = error
+        self.on_error()
+
+    def _watch(self) -> None:
+        while not self.stop.wait(0.2):
+            since = self.busy_since
+            if self.error is None and since is not None and time.monotonic() - since > self.timeout:
+                self._fail(TimeoutError(f"rollout has hung for {self.timeout:g} s; a slow machine may need a larger --rollout-timeout"))

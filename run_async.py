@@ -1,0 +1,592 @@
+"""REINFORCE Zero: asynchronous reinforcement learning of a language model, with rollout and learner equal to the bit.
+
+    python run_async.py --lag 8
+
+A thread samples batches with vLLM (rollout.py), this loop trains on them (learn.py). Batch b is sampled by weights
+version max(0, b - lag), update k turns version k into k + 1, and every random number is a function of (seed, batch,
+prompt, sample): the run is asynchronous, and yet the same to the last bit whenever it is repeated.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Literal
+
+import tyro
+
+
+@dataclass
+class Config:
+    """Train a language model by REINFORCE with rollouts up to --lag updates old."""
+
+    model: str = "base"
+    """"base" (a small model made here), a local Hugging Face folder, or a hub name."""
+    env: str = "arith"
+    """Task; see envs.py."""
+    difficulty: str = "4"
+    """Setting of the task; arith: number of terms of a sum, or "words" for chat models."""
+    kernels: Literal["aligned", "standard"] = "aligned"
+    """aligned: rollout and learner give bit-identical log-probabilities; standard: stock vLLM and stock transformers."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the weights that both sides compute with; master weights and optimizer are float32."""
+    lag: int = 8
+    """Updates between the weights that sample a batch and the weights that learn from it; 0 is synchronous training."""
+    schedule: Literal["fixed", "bound"] = "fixed"
+    """fixed: batch b is sampled by version max(0, b - lag), reproducible; bound: by the newest there is, at least b - lag."""
+    steps: int = 200
+    """Updates in all."""
+    prompts: int = 32
+    """Prompts per update."""
+    group_size: int = 8
+    """Responses per prompt; the group's mean reward is the baseline."""
+    max_new_tokens: int = 48
+    """Length limit of a response."""
+    temperature: float = 1.0
+    """Of sampling; the learner divides its logits by the same number."""
+    top_p: float = 1.0
+    """Only 1 is possible: see the error that any other value gives."""
+    lr: float = 1e-4
+    """Learning rate of AdamW, constant."""
+    max_grad_norm: float = 1.0
+    """Gradients with a larger norm are scaled down to it; 0 turns clipping off."""
+    seed: int = 0
+    """Of the training problems and of every sampled token."""
+    gate: Literal["none", "seq", "token"] = "none"
+    """Baseline: reject sequences (mean of r - 1 - log r above --gate-threshold) or tokens (ratio out of [0.5, 5])."""
+    gate_threshold: float = 0.01
+    """Of --gate seq."""
+    ratio_cap: float | None = None
+    """Baseline: truncate importance ratios at this value; none by default."""
+    audit: int = 8
+    """Samples per update on which kernel mismatch and policy lag are measured apart."""
+    allow_mismatch: bool = False
+    """Go on when aligned kernels turn out not to be aligned."""
+    tokens_per_microbatch: int = 8192
+    """Tokens per forward and backward; bounds the memory, does not change the gradient."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward: less memory, a third more time."""
+    eval_every: int = 50
+    """Updates between evaluations (pass@1 on held-out problems, newest weights); 0: never."""
+    eval_problems: int = 256
+    """Held-out problems per evaluation, one sampled response each."""
+    save_every: int = 0
+    """Updates between checkpoints; 0: only at the end."""
+    out: str | None = None
+    """Run folder; runs/ and a name made of the settings by default."""
+    resume: str | None = None
+    """Run folder to continue from its newest checkpoint, with its own settings; --steps may grow."""
+    track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
+    """Log the same metrics there too; the package must be installed."""
+    rollout_timeout: float = 600.0
+    """Seconds after which a batch that is not finished counts as hung and ends the run."""
+    rollout_threads: int = 0
+    """CPU threads of the engine; 0: all when --lag 0, half of them otherwise."""
+    learner_threads: int = 0
+    """CPU threads of the learner; 0: as above."""
+
+
+class UserError(Exception):
+    """Bad input: one line that names the flag to change."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop
+
+
+def train(config: Config, run: "Run") -> None:
+    """Rollout in its thread, updates here; everything else is setting up and writing down."""
+    import torch
+
+    torch.set_num_threads(config.learner_threads or default_threads(config.lag))
+    sys.setswitchinterval(2e-4)  # the learner waits for Python's lock after each operation: 5 ms (the default) adds up
+    learner, engine, task, tokenizer, start = set_up(config, run)
+    store = learner.store
+    rollout = start_rollout(config, run, engine, store, task, tokenizer, start)
+    try:
+        for k in run.progress(start, config.steps):
+            waiting = time.perf_counter()
+            batch = rollout.next(interrupted=run.interrupted)
+            if batch is None:
+                break
+            learning = time.perf_counter()
+            metrics = learner.update(batch.samples, k, weights_of=store.get)
+            store.publish(k + 1, learner.weights())
+            store.drop_before(max(0, k + 1 - config.lag))
+            learned = time.perf_counter()
+            times = {"t_wait": learning - waiting, "t_learn": learned - learning, "t_rollout": batch.t_rollout, "t_sync": batch.t_sync}
+            run.log(metrics | times, batch)
+            if config.eval_every and (k + 1) % config.eval_every == 0 or k + 1 == config.steps:
+                evaluate(config, run, rollout, store, task, k + 1)
+            if config.save_every and (k + 1) % config.save_every == 0 or k + 1 == config.steps:
+                run.save(k + 1, learner, store, tokenizer)
+            if run.interrupted():
+                break
+        run.finish(rollout, learner, store, tokenizer)
+    finally:
+        if not rollout.close(wait=1.0 if rollout.error else 30.0):
+            run.hung = True  # a thread inside the engine cannot be stopped; leave without it
+
+
+def set_up(config: Config, run: "Run"):
+    """Learner, engine, task and tokenizer, and the update to start with (not 0 when resuming)."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from envs import load_env
+    from learn import Gates, Learner
+    from rollout import Engine, WeightStore
+
+    path, checkpoint = run.model_path, run.checkpoint
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    task = load_env(config.env, tokenizer, config.seed, config.difficulty)
+    learner = Learner(
+        path, config.dtype, config.kernels, lr=config.lr, max_grad_norm=config.max_grad_norm,
+        temperature=config.temperature, tokens_per_microbatch=config.tokens_per_microbatch, audit=config.audit,
+        gates=Gates(config.gate, config.gate_threshold, ratio_cap=config.ratio_cap),
+        gradient_checkpointing=config.gradient_checkpointing, allow_mismatch=config.allow_mismatch,
+    )  # fmt: skip
+    learner.store, start = WeightStore(), 0
+    if checkpoint:
+        start = load_checkpoint(checkpoint, learner, learner.store)
+    learner.store.publish(start, learner.weights())
+    check_memory(config, learner.weights())
+    model_config = learner.model.config
+    longest = model_config.max_position_embeddings
+    prompts = [len(task.prompt_ids(p)) for p in task.train(0, config.prompts)]
+    if max(prompts) + config.max_new_tokens > longest:
+        raise UserError(f"--max-new-tokens {config.max_new_tokens}: with prompts of {max(prompts)} tokens it exceeds the model's {longest} positions")
+    stop_ids = {tokenizer.eos_token_id} | eos_of(path)
+    engine = Engine(
+        str(path), config.dtype, config.kernels, max_model_len=min(longest, 32768),
+        max_seqs=min(config.prompts * config.group_size, 256), stop_ids={i for i in stop_ids if i is not None}, seed=config.seed,
+    )  # fmt: skip
+    torch.set_num_threads(config.learner_threads or default_threads(config.lag))
+    return learner, engine, task, tokenizer, start
+
+
+def start_rollout(config, run, engine, store, task, tokenizer, start):
+    """Start the rollout thread on batch `start`."""
+    from rollout import Request, RolloutThread, sample_seed
+
+    problems = {}  # of the batches under way
+
+    def make_requests(b):
+        problems[b] = task.train(b, config.prompts)
+        return [
+            Request(task.prompt_ids(p), sample_seed(config.seed, b, i, j))
+            for i, p in enumerate(problems[b])
+            for j in range(config.group_size)
+        ]
+
+    def grade(b, samples):
+        of_batch = problems.pop(b)
+        texts = tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True)
+        for i, (sample, text) in enumerate(zip(samples, texts)):
+            sample.group = i // config.group_size
+            sample.reward = float(task.reward(of_batch[sample.group], text))
+        return texts
+
+    rollout = RolloutThread(
+        engine, store, make_requests, grade, start=start, steps=config.steps, lag=config.lag, schedule=config.schedule,
+        max_new_tokens=config.max_new_tokens, temperature=config.temperature, timeout=config.rollout_timeout,
+        threads=config.rollout_threads or default_threads(config.lag), on_error=run.wake,
+    )  # fmt: skip
+    run.rollout = rollout
+    rollout.start()
+    return rollout
+
+
+def evaluate(config, run, rollout, store, task, version: int) -> None:
+    """Queue an evaluation of `version`: pass@1 on held-out problems. Generated between two batches, in the thread."""
+    from rollout import Request, sample_seed
+
+    problems = task.heldout(config.eval_problems)
+    requests = [Request(task.prompt_ids(p), sample_seed(config.seed, "eval", i, 0)) for i, p in enumerate(problems)]
+
+    def done(sampled_by, samples):
+        texts = rollout_texts(run.tokenizer, samples)
+        rewards = [task.reward(p, text) for p, text in zip(problems, texts)]
+        length = sum(len(s.response_ids) for s in samples) / len(samples)
+        run.log_eval({"version": sampled_by, "pass@1": sum(rewards) / len(rewards), "problems": len(rewards), "response_len": length})
+
+    rollout.evaluate(store.get(version), version, requests, done)
+
+
+def rollout_texts(tokenizer, samples) -> list[str]:
+    return tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks before anything slow starts
+
+
+def check(config: Config) -> None:
+    """Raise UserError, one line that names the flag, for settings that cannot work."""
+    from envs import ENVS
+
+    least = {"lag": 0, "steps": 1, "prompts": 1, "max_new_tokens": 1, "audit": 0, "tokens_per_microbatch": 1, "eval_every": 0,
+             "eval_problems": 1, "save_every": 0, "lr": 0.0, "max_grad_norm": 0.0, "rollout_threads": 0, "learner_threads": 0}  # fmt: skip
+    for name, bound in least.items():
+        if not getattr(config, name) >= bound:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be at least {bound}")
+    if config.group_size < 2:
+        raise UserError(f"--group-size {config.group_size}: the baseline is the group's mean, so a group needs at least 2 responses")
+    if config.env not in ENVS:
+        raise UserError(f"--env {config.env}: unknown task; there are {', '.join(ENVS)}")
+    if not 0 < config.temperature < float("inf"):
+        raise UserError(f"--temperature {config.temperature:g}: must be above 0 (greedy decoding has no log-probability to learn from)")
+    if config.top_p != 1:
+        raise UserError(
+            f"--top-p {config.top_p:g}: must be 1; a truncated distribution gives probability 0 to tokens that the learner's gives "
+            "more, and importance sampling then no longer corrects for the lag"
+        )
+    if not config.rollout_timeout > 0:
+        raise UserError(f"--rollout-timeout {config.rollout_timeout:g}: must be above 0")
+    if config.ratio_cap is not None and not config.ratio_cap > 0:
+        raise UserError(f"--ratio-cap {config.ratio_cap:g}: must be above 0")
+    if config.track != "none":
+        import importlib.util
+
+        module = {"tensorboard": "tensorboard"}.get(config.track, config.track)
+        if importlib.util.find_spec(module) is None:
+            raise UserError(f"--track {config.track}: pip install {config.track}")
+
+
+def check_memory(config: Config, weights) -> None:
+    """Say how much the kept versions take, and refuse when that is more than half of what is free."""
+    import psutil
+
+    size = sum(w.numel() * w.element_size() for w in weights.values()) / 1e9
+    need, free = (config.lag + 1) * size, psutil.virtual_memory().available / 1e9
+    text = f"lag {config.lag} keeps {config.lag + 1} weight versions ({need:.3g} GB)"
+    if need > free / 2:
+        raise UserError(f"--lag {config.lag}: {text[len(str(config.lag)) + 5:]}, {free:.3g} GB are free; use a smaller --lag")
+    print(text, file=sys.stderr)
+
+
+def resolve_model(name: str) -> pathlib.Path:
+    """A local folder for --model: the embedded base (made if need be), a folder, or a hub name (downloaded)."""
+    if name == "base":
+        import base
+
+        return base.make_base()
+    path = pathlib.Path(name)
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise UserError(f"--model {name}: the folder has no config.json")
+        if not (path / "tokenizer_config.json").exists() and not (path / "tokenizer.json").exists():
+            raise UserError(f"--model {name}: the folder has no tokenizer")
+        return path
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise UserError(f"--model {name}: no such folder")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return pathlib.Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+    except Exception as error:
+        raise UserError(f"--model {name}: neither a folder nor a model that the hub gives ({type(error).__name__})") from None
+
+
+def eos_of(path) -> set:
+    """End-of-sequence ids of the model's generation_config.json: the one thing that is taken from it."""
+    try:
+        ids = json.loads((pathlib.Path(path) / "generation_config.json").read_text()).get("eos_token_id")
+    except (OSError, ValueError):
+        return set()
+    return set(ids) if isinstance(ids, list) else {ids}
+
+
+def default_threads(lag: int) -> int:
+    """All cores when the two sides take turns, half of them each when they run at once."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if lag == 0 else max(1, cores // 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run folder
+
+
+class Run:
+    """The run folder, the console, and what is written where. Exits of every kind come through here."""
+
+    def __init__(self, config: Config, folder: pathlib.Path, model_path, checkpoint=None):
+        from transformers import AutoTokenizer
+
+        self.config, self.folder, self.model_path, self.checkpoint = config, folder, model_path, checkpoint
+        self.tokenizer = AutoTokenizer.from_pretrained(model_path)
+        self.rollout, self.hung, self.started, self.stop_requested, self.bar = None, False, time.perf_counter(), False, None
+        self.step, self.history, self.saved, self.track = 0, [], None, None
+        folder.mkdir(parents=True, exist_ok=True)
+        self.console = quiet(folder / "log.txt")
+        if not checkpoint:
+            (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+        start = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
+        for name, key in (("metrics", "step"), ("samples", "step"), ("eval", "version")):
+            keep_before(folder / f"{name}.jsonl", key, start + (name == "eval"))
+        self.history = read_jsonl(folder / "metrics.jsonl")
+        self.wall = self.history[-1]["wall"] if self.history else 0.0
+        self.files = {name: open(folder / f"{name}.jsonl", "a", buffering=1) for name in ("metrics", "samples", "eval")}
+        self.track = tracker(config, folder)
+        signal.signal(signal.SIGINT, self._on_signal)
+
+    # -- console
+
+    def say(self, text: str) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(text, file=self.console)
+        self.console.flush()
+
+    def progress(self, start: int, steps: int):
+        from tqdm import tqdm
+
+        interval = 0.2 if self.console.isatty() else 15.0
+        self.bar = tqdm(total=steps, initial=start, file=self.console, unit="update", mininterval=interval, dynamic_ncols=True)
+        self.step = start
+        for k in range(start, steps):
+            yield k
+            self.step = k + 1
+            self.bar.update()
+        self.bar.close()
+
+    # -- signals
+
+    def _on_signal(self, signum, frame):
+        if self.rollout is not None and self.rollout.error is not None:
+            raise self.rollout.error
+        if self.stop_requested:
+            raise KeyboardInterrupt
+        self.stop_requested = True
+
+    def wake(self) -> None:
+        """Called by the rollout thread: make the main thread run the handler above, now."""
+        import _thread
+
+        _thread.interrupt_main(signal.SIGINT)
+
+    def interrupted(self) -> bool:
+        return self.stop_requested
+
+    # -- writing
+
+    def log(self, metrics: dict, batch) -> None:
+        metrics = metrics | {"wall": self.wall + time.perf_counter() - self.started}
+        self.history.append(metrics)
+        self._write("metrics", metrics)
+        for i in (0, len(batch.samples) // 2):
+            s = batch.samples[i]
+            prompt = self.tokenizer.decode(s.prompt_ids)
+            self._write("samples", {"step": metrics["step"], "version": s.version, "reward": s.reward, "prompt": prompt,
+                                    "response": batch.texts[i], "finish": s.finish})  # fmt: skip
+        shown = {"reward": f"{metrics['reward']:.3f}", "d3": f"{metrics['d3']:.2e}", "lag": f"{metrics['lag']:g}"}
+        self.bar.set_postfix(shown | {"mismatch": f"{metrics.get('mismatch_max', float('nan')):g}"}, refresh=False)
+        if self.track:
+            self.track(metrics, metrics["step"])
+
+    def log_eval(self, result: dict) -> None:
+        self._write("eval", result)
+        self.say(f"version {result['version']}: held-out pass@1 {result['pass@1']:.3f} on {result['problems']} problems")
+        if self.track:
+            self.track({f"eval/{k}": v for k, v in result.items()}, result["version"])
+
+    def _write(self, name: str, row: dict) -> None:
+        self.files[name].write(json.dumps(row) + "\n")  # line-buffered: on disk after each row
+
+    def save(self, step: int, learner, store, tokenizer) -> None:
+        self.saved = save_checkpoint(self.folder, step, learner, store, tokenizer, self.config.lag)
+
+    # -- endings
+
+    def finish(self, rollout, learner, store, tokenizer) -> None:
+        """After the last update, or after Ctrl-C: wait for evaluations, save, draw, sum up."""
+        done = len(self.history)
+        if done < self.config.steps:
+            if done and not (self.saved and self.saved.name == f"checkpoint-{done}"):
+                self.save(done, learner, store, tokenizer)
+            self.say(f"stopped after update {done} of {self.config.steps}; to go on: python run_async.py --resume {self.folder}")
+        else:
+            while rollout.evaluations and not self.interrupted():
+                if rollout.error:
+                    raise rollout.error
+                time.sleep(0.02)
+        self.bar.close()
+        if self.history:
+            with contextlib.suppress(ImportError):
+                from plots.figures import draw_curves
+
+                draw_curves(self.folder)
+            self.say(self.summary())
+
+    def summary(self) -> str:
+        h = self.history
+        tenth = max(1, len(h) // 10)
+        first, last = (sum(m["reward"] for m in part) / tenth for part in (h[:tenth], h[-tenth:]))
+        d3 = sorted(m["d3"] for m in h)
+        median = d3[len(d3) // 2]
+        ratio = f"{d3[-1] / median:.2f}" if median else "-"
+        seconds = h[-1]["wall"] - (h[0]["wall"] if len(h) > 1 else 0)
+        mismatch = max((m.get("mismatch_max", 0.0) for m in h), default=0.0)
+        samples = self.config.prompts * self.config.group_size
+        rows = [
+            ("reward, first and last tenth", f"{first:.3f} -> {last:.3f}"),
+            ("D3 peak / median", f"{ratio}  ({d3[-1]:.2e} / {median:.2e})"),
+            ("kernel mismatch, largest", f"{mismatch:g}" + (" (exact)" if mismatch == 0 else "")),
+            ("lag, mean and largest", f"{h[-1]['lag']:g}, {max(m['lag_max'] for m in h)}"),
+            ("speed", f"{samples * (len(h) - 1) / max(seconds, 1e-9):.0f} samples/s, {seconds / max(len(h) - 1, 1):.3f} s per update"),
+            ("files", f"{self.folder}/  (metrics.jsonl, eval.jsonl, samples.jsonl, curves.png, {self.saved.name if self.saved else '-'}/)"),
+        ]  # fmt: skip
+        return "\n".join(f"  {name:<30} {value}" for name, value in rows)
+
+    def fail(self, error: BaseException) -> None:
+        """The error, and the end of the log when the cause may be there."""
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        if self.bar is not None:
+            self.bar.close()
+        if not isinstance(error, UserError):
+            tail = (self.folder / "log.txt").read_text(errors="replace").splitlines()[-12:]
+            self.say("\n".join(["", f"the end of {self.folder}/log.txt:", *("  | " + line for line in tail)]))
+        self.say(f"run_async.py: {type(error).__name__ + ': ' if not isinstance(error, UserError) else ''}{error}")
+        if any(self.folder.glob("checkpoint-*")):
+            self.say(f"to go on from the newest checkpoint: python run_async.py --resume {self.folder}")
+
+
+def quiet(log: pathlib.Path):
+    """Send file descriptors 1 and 2 (vLLM, transformers, C++ libraries) to a file; returns the console they were."""
+    console = os.fdopen(os.dup(2), "w", buffering=1)
+    sys.stdout.flush(), sys.stderr.flush()
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1), os.dup2(fd, 2), os.close(fd)
+    os.environ.setdefault("VLLM_LOGGING_COLOR", "0")
+    return console
+
+
+def read_jsonl(path: pathlib.Path) -> list[dict]:
+    """Rows of a JSON-lines file; a last line that a crash cut short is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def keep_before(path: pathlib.Path, key: str, step: int) -> None:
+    """Drop the rows that a resumed run will write again."""
+    if path.exists():
+        path.write_text("".join(json.dumps(row) + "\n" for row in read_jsonl(path) if row[key] < step))
+
+
+def save_checkpoint(folder: pathlib.Path, step: int, learner, store, tokenizer, lag: int) -> pathlib.Path:
+    """Write checkpoint-`step`: a Hugging Face model folder, the learner's state, and the versions that the lag still needs.
+    Written under another name, then renamed: a folder of that name is whole."""
+    from safetensors.torch import save_file
+
+    final, scratch = folder / f"checkpoint-{step}", folder / f".checkpoint-{step}"
+    shutil.rmtree(scratch, ignore_errors=True)
+    learner.model.save_pretrained(scratch)
+    tokenizer.save_pretrained(scratch)
+    save_file(learner.state(), scratch / "learner.safetensors")
+    versions = [v for v in store.versions() if max(0, step - lag) <= v < step]
+    save_file({f"{v}/{name}": w for v in versions for name, w in store.get(v).items()}, scratch / "versions.safetensors")
+    shutil.rmtree(final, ignore_errors=True)
+    scratch.rename(final)
+    return final
+
+
+def load_checkpoint(checkpoint: pathlib.Path, learner, store) -> int:
+    """Restore learner and published versions; returns the update to go on with."""
+    from safetensors.torch import load_file
+
+    learner.load_state(load_file(checkpoint / "learner.safetensors"))
+    versions: dict[int, dict] = {}
+    for key, tensor in load_file(checkpoint / "versions.safetensors").items():
+        version, _, name = key.partition("/")
+        versions.setdefault(int(version), {})[name] = tensor
+    for version in sorted(versions):
+        store.publish(version, versions[version])
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def tracker(config: Config, folder: pathlib.Path):
+    """A function (metrics, step) that logs to --track's service, imported only when asked for; None without it."""
+    if config.track == "none":
+        return None
+    if config.track == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(folder / "tensorboard")
+        return lambda metrics, step: [writer.add_scalar(k, v, step) for k, v in metrics.items()]
+    import importlib
+
+    service = importlib.import_module(config.track)
+    service.init(project="reinforce-zero", name=folder.name, config=dataclasses.asdict(config))
+    return lambda metrics, step: service.log(metrics, step=step)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def open_run(config: Config) -> Run:
+    """The run folder: a new one, or that of --resume with its settings and its newest checkpoint."""
+    if config.resume:
+        folder = pathlib.Path(config.resume)
+        if not (folder / "config.json").exists():
+            raise UserError(f"--resume {folder}: no run there (no config.json)")
+        saved = Config(**json.loads((folder / "config.json").read_text()))
+        changed = {f.name for f in dataclasses.fields(Config) if getattr(config, f.name) != f.default}
+        changed -= {"resume", "steps"} | {name for name in changed if getattr(config, name) == getattr(saved, name)}
+        if changed:
+            raise UserError(f"--resume goes on with the run's own settings; it contradicts --{min(changed).replace('_', '-')}")
+        steps = config.steps if config.steps != Config.steps else saved.steps
+        if steps < saved.steps:
+            raise UserError(f"--steps {steps}: the run to resume has {saved.steps}; it may grow, not shrink")
+        checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
+        if not checkpoints:
+            raise UserError(f"--resume {folder}: no checkpoint there; start again, with --save-every to have one sooner")
+        config = dataclasses.replace(saved, steps=steps, resume=None)
+        check(config)
+        return Run(config, folder, resolve_model(config.model), checkpoints[-1])
+    check(config)
+    if config.out:
+        folder = pathlib.Path(config.out)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"--out {folder}: holds another run; choose another folder, or --resume {folder}")
+    else:
+        name = f"{config.env}-{pathlib.Path(config.model).name}-{config.kernels}-lag{config.lag}-seed{config.seed}"
+        folders = (pathlib.Path("runs") / (name + suffix) for suffix in ["", *(f"-{i}" for i in range(2, 10000))])
+        folder = next(f for f in folders if not f.exists())
+    return Run(config, folder, resolve_model(config.model))
+
+
+def main(args: list[str] | None = None) -> int:
+    config = tyro.cli(Config, args=args)
+    try:
+        run = open_run(config)
+    except (UserError, ValueError) as error:
+        print(f"run_async.py: {error}", file=sys.stderr)
+        return 2
+    status = 1
+    try:
+        train(run.config, run)
+        status = 130 if run.stop_requested and len(run.history) < run.config.steps else 0
+    except KeyboardInterrupt:
+        run.say("interrupted twice: left without saving")
+        status = 130
+    except BaseException as error:
+        run.fail(error)
+        status = 2 if isinstance(error, UserError) else 1
+    if run.hung:
+        os._exit(status)
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
