@@ -17,7 +17,7 @@ ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz \n+-*/=(){}[]<>\\`.,:;?!'\"_"
 MODEL = dict(
     hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
     head_dim=32,  # the smallest head that vLLM's CPU attention has
-    initializer_range=0.06,  # about 1 / sqrt(hidden); the usual 0.02 learns the sums half as fast
+    initializer_range=0.06,  # with the usual 0.02 the same warm start gets 0.87 right when greedy, with this 0.97
     intermediate_size=384, max_position_embeddings=1024, tie_word_embeddings=True,
 )  # fmt: skip
 WARM_START = dict(
@@ -105,7 +105,7 @@ def warm_start(tokenizer, seed: int, progress: bool):
     env = load_env("arith", tokenizer, seed, recipe["difficulty"])
     threads = torch.get_num_threads()
     # one thread: the order of float sums follows the thread count, so the weights would follow the machine; and on a busy
-    # machine two threads wait for each other at every small operation (measured, a batch of 128: 0.27 s a step, against 0.15 to 4 s with two)
+    # machine two threads wait for each other at every small operation (a batch of 128 took 0.27 s; with two, 0.15 to 4 s)
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]):

@@ -47,21 +47,25 @@ def advantages(samples: list[Sample]) -> list[float]:
     return [s.reward - mean[s.group] for s in samples]
 
 
-def token_weights(logp, logmu, mask, gates: Gates):
-    """Importance weights of one response and what the gates did with them.
+def token_weights(logp, logmu, mask, owner, gates: Gates):
+    """Importance weights of packed response tokens and what the gates did with them.
 
-    logp, logmu: [T_i] float32, log pi_k and log mu_v; mask: [T_i] bool, True for sampled tokens.
-    Returns (weights [T_i] float32, valid [T_i] bool, rejected [T_i] bool): `valid` leaves out unsampled tokens and
-    those whose log-probability or ratio is not finite; weights are 0 where not valid or rejected.
+    logp, logmu: [N] float32, log pi_k and log mu_v; mask: [N] bool, True for sampled tokens; owner: [N] int64, the
+    response that a token belongs to. Returns (weights [N] float32, valid [N] bool, rejected [N] bool): `valid` leaves
+    out unsampled tokens and those whose log-probability or ratio is not finite; weights are 0 where not valid or
+    rejected.
     """
-    ratio = torch.exp(logp - logmu)
-    valid = mask & torch.isfinite(logp) & torch.isfinite(logmu) & torch.isfinite(ratio)
-    rejected = torch.zeros_like(mask)
-    if gates.gate == "seq" and valid.any():
-        log_ratio = (logp - logmu)[valid].double()
-        rejected |= valid & bool((torch.expm1(log_ratio) - log_ratio).mean() > gates.threshold)
+    log_ratio = logp - logmu
+    ratio = torch.exp(log_ratio)
+    valid = mask & torch.isfinite(log_ratio) & torch.isfinite(ratio)  # inf - inf is NaN, so log_ratio tells of both
+    rejected = torch.zeros_like(valid)
+    if gates.gate == "seq":
+        count, total = (torch.zeros(int(owner.max()) + 1, dtype=torch.float64) for _ in range(2))
+        count.index_add_(0, owner, valid.double())
+        total.index_add_(0, owner, torch.where(valid, k3(log_ratio.double()), 0.0))
+        rejected = valid & (total > gates.threshold * count)[owner]
     elif gates.gate == "token":
-        rejected |= valid & ((ratio < gates.low) | (ratio > gates.high))
+        rejected = valid & ((ratio < gates.low) | (ratio > gates.high))
     weights = ratio if gates.ratio_cap is None else ratio.clamp(max=gates.ratio_cap)
     return torch.where(valid & ~rejected, weights, 0.0), valid, rejected
 
@@ -122,8 +126,8 @@ class Learner:
 
     # -- log-probabilities
 
-    def score(self, samples: list[Sample]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(log pi, entropy) of each response token, per sample [T_i] float32, in one forward. Differentiable."""
+    def score(self, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log pi, entropy) of the responses' tokens, end to end: [N] float32 each, in one forward. Differentiable."""
         sequences = [s.prompt_ids + s.response_ids for s in samples]
         targets = torch.tensor([t for s in samples for t in s.response_ids])
         sizes = [len(s.response_ids) for s in samples]
@@ -142,8 +146,7 @@ class Learner:
             mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences])
             hidden = self.model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
             hidden = torch.cat([hidden[i, f : f + n] for i, (f, n) in enumerate(zip(first, sizes))])
-        logp, entropy = kernels.token_logprobs(hidden, self.model.lm_head, targets, self.temperature)
-        return logp.split(sizes), entropy.split(sizes)
+        return kernels.token_logprobs(hidden, self.model.lm_head, targets, self.temperature)
 
     def microbatches(self, samples: list[Sample]) -> list[list[int]]:
         """Indices of samples, in order, cut where the tokens (prompts and responses) exceed --tokens-per-microbatch."""
@@ -169,18 +172,22 @@ class Learner:
             chosen = [i for i, a in enumerate(advantage) if (a != 0) == learn]
             for microbatch in self.microbatches([samples[i] for i in chosen]):
                 indices = [chosen[j] for j in microbatch]
+                batch = [samples[i] for i in indices]
                 with torch.set_grad_enabled(learn):
-                    logps, entropies = self.score([samples[i] for i in indices])
-                coefficients = []
-                for i, logp, entropy in zip(indices, logps, entropies):
-                    s, logp = samples[i], logp.detach()
-                    mask = torch.tensor(s.mask, dtype=torch.bool)
-                    w, valid, rejected = token_weights(logp, s.logprobs, mask, self.gates)
-                    logp_now[i] = logp
-                    coefficients.append(w * (-advantage[i] / max(int(valid.sum()), 1) / len(samples)))
-                    stats.add(logp, s.logprobs, entropy, mask, valid, rejected, coefficients[-1])
+                    logp, entropy = self.score(batch)  # [N] each
+                sizes = torch.tensor([len(s.response_ids) for s in batch])
+                owner = torch.repeat_interleave(torch.arange(len(batch)), sizes)
+                logmu = torch.cat([s.logprobs for s in batch])
+                mask = torch.tensor([m for s in batch for m in s.mask], dtype=torch.bool)
+                w, valid, rejected = token_weights(logp.detach(), logmu, mask, owner, self.gates)
+                scale = torch.tensor([-advantage[i] / len(samples) for i in indices], dtype=torch.float64)
+                scale /= torch.zeros(len(batch), dtype=torch.float64).index_add_(0, owner, valid.double()).clamp_(min=1)
+                coefficient = w * scale.float()[owner]
+                stats.add(logp.detach(), logmu, entropy, mask, valid, rejected, owner, coefficient)
+                for i, now in zip(indices, logp.detach().split(sizes.tolist())):
+                    logp_now[i] = now
                 if learn:
-                    self._backward(torch.cat(logps), torch.cat(coefficients))
+                    self._backward(logp, coefficient)
         norm = self.master.grad.norm().item()
         stepped = any(advantage) and math.isfinite(norm)
         if stepped:
@@ -217,11 +224,10 @@ class Learner:
         for version in sorted({samples[i].version for i in chosen}):
             indices = [i for i in chosen if samples[i].version == version]
             with self.holding(weights_of(version)):
-                logps, _ = self.score([samples[i] for i in indices])
-            for i, logp_v in zip(indices, logps):
-                sampled = torch.tensor(samples[i].mask, dtype=torch.bool)
-                mismatch.append((logp_v - samples[i].logprobs)[sampled])
-                lag.append((logp_now[i] - logp_v)[sampled])
+                logp_v, _ = self.score([samples[i] for i in indices])
+            sampled = torch.tensor([m for i in indices for m in samples[i].mask], dtype=torch.bool)
+            mismatch.append((logp_v - torch.cat([samples[i].logprobs for i in indices]))[sampled])
+            lag.append((torch.cat([logp_now[i] for i in indices]) - logp_v)[sampled])
         if not chosen:
             return {}
         mismatch, lag = torch.cat(mismatch).double(), torch.cat(lag).double()
@@ -273,12 +279,12 @@ class Stats:
         self.parts: list[tuple] = []
         self.nonfinite = self.rejected_tokens = self.rejected_sequences = self.sequences = 0
 
-    def add(self, logp, logmu, entropy, mask, valid, rejected, coefficient) -> None:
-        """Tensors of one response, each [T_i]; see `token_weights`. coefficient: the factor of log pi in the loss."""
+    def add(self, logp, logmu, entropy, mask, valid, rejected, owner, coefficient) -> None:
+        """Tensors of packed tokens, each [N]; see `token_weights`. coefficient: the factor of log pi in the loss."""
         self.nonfinite += int((mask & ~valid).sum())
-        self.sequences += 1
+        self.sequences += int(owner.max()) + 1
         self.rejected_tokens += int(rejected.sum())
-        self.rejected_sequences += bool(rejected.any())
+        self.rejected_sequences += owner[rejected].unique().numel()
         self.parts.append(((logp - logmu)[valid], entropy[valid], (coefficient * logp)[valid]))
 
     def metrics(self, gate: str) -> dict[str, float]:
