@@ -17,8 +17,8 @@ HEADER = f"""\
 
 
 def main():
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", "-r", SOURCE]
-    report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    resolve = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", "-r", SOURCE]
+    report = json.loads(subprocess.run(resolve, check=True, stdout=subprocess.PIPE).stdout)
     packages = [item["metadata"] for item in report["install"]]
     pins = {p["name"].lower().replace("_", "-"): p["version"] for p in packages}
     with open(LOCK, "w") as file:
