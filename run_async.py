@@ -41,7 +41,7 @@ class Config:
     """Updates between the weights that sample a batch and the weights that learn from it; 0 is synchronous training."""
     schedule: Literal["fixed", "bound"] = "fixed"
     """fixed: batch b is sampled by version max(0, b - lag), reproducible; bound: by the newest there is, at least b - lag."""
-    steps: int = 200
+    steps: int = 400
     """Updates in all."""
     prompts: int = 32
     """Prompts per update."""
@@ -53,7 +53,7 @@ class Config:
     """Of sampling; the learner divides its logits by the same number."""
     top_p: float = 1.0
     """Only 1 is possible: see the error that any other value gives."""
-    lr: float = 1e-4
+    lr: float = 4e-5
     """Learning rate of AdamW, constant."""
     max_grad_norm: float = 1.0
     """Gradients with a larger norm are scaled down to it; 0 turns clipping off."""
@@ -106,7 +106,7 @@ def train(config: Config, run: "Run") -> None:
     import torch
 
     torch.set_num_threads(config.learner_threads or default_threads(config.lag))
-    sys.setswitchinterval(2e-4)  # the learner waits for Python's lock after each operation: 5 ms (the default) adds up
+    sys.setswitchinterval(1e-4)  # the learner waits for Python's lock after each operation: 5 ms (the default) adds up
     learner, engine, task, tokenizer, start = set_up(config, run)
     store = learner.store
     rollout = start_rollout(config, run, engine, store, task, tokenizer, start)
