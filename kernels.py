@@ -79,6 +79,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps):
+        x = x.contiguous()  # the operator does not look at strides
         y = torch.empty_like(x)
         torch.ops._C.rms_norm(y, x, weight, eps)
         ctx.save_for_backward(x, weight)
@@ -93,7 +94,7 @@ class RMSNorm(torch.autograd.Function):
 
 
 class AddRMSNorm(torch.autograd.Function):
-    """(x, residual) -> (RMSNorm(x + residual), x + residual); the sum is normalised before it is rounded."""
+    """(x, residual) -> (RMSNorm(x + residual), x + residual), with the mean square taken of the unrounded sum."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, eps):
@@ -116,7 +117,7 @@ def _rms_norm_backward(dy, x, weight, eps):
     square, n = r x and g = dy weight."""
     n = x.float()
     r = torch.rsqrt(n.square().mean(-1, keepdim=True).add_(eps))
-    n = n.mul_(r)
+    n = n * r  # not in place: in float32, n is the saved x
     dy = dy.float()
     dweight = (dy * n).flatten(0, -2).sum(0).to(weight.dtype)
     g = dy * weight.float()
@@ -456,7 +457,7 @@ class TokenLogprobs(torch.autograd.Function):
 
 def _log_softmax(hidden, weight, bias, temperature):
     logits = linear(hidden, weight, bias).float()
-    if temperature != 1.0:  # divided by a tensor, as vLLM does: torch multiplies by the reciprocal of a Python number
+    if temperature != 1.0:  # divided by a tensor, as vLLM does; dividing by a number need not round the same way
         logits /= torch.full((logits.shape[0], 1), temperature)
     return torch.log_softmax(logits, dim=-1)
 
