@@ -14,6 +14,7 @@ import os
 import pathlib
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import tyro
+
+ROOT = pathlib.Path(__file__).resolve().parent
 
 
 @dataclass
@@ -123,7 +126,7 @@ def train(config: Config, run: "Run") -> None:
             learned = time.perf_counter()
             times = {"t_wait": learning - waiting, "t_learn": learned - learning, "t_rollout": batch.t_rollout, "t_sync": batch.t_sync}
             run.log(metrics | times, batch)
-            if config.eval_every and (k + 1) % config.eval_every == 0 or k + 1 == config.steps:
+            if config.eval_every and ((k + 1) % config.eval_every == 0 or k + 1 == config.steps):
                 evaluate(config, run, rollout, store, task, k + 1)
             if config.save_every and (k + 1) % config.save_every == 0 or k + 1 == config.steps:
                 run.save(k + 1, learner, store, tokenizer)
@@ -138,14 +141,12 @@ def train(config: Config, run: "Run") -> None:
 def set_up(config: Config, run: "Run"):
     """Learner, engine, task and tokenizer, and the update to start with (not 0 when resuming)."""
     import torch
-    from transformers import AutoTokenizer
 
     from envs import load_env
     from learn import Gates, Learner
     from rollout import Engine, WeightStore
 
-    path, checkpoint = run.model_path, run.checkpoint
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    path, checkpoint, tokenizer = run.model_path, run.checkpoint, run.tokenizer
     task = load_env(config.env, tokenizer, config.seed, config.difficulty)
     learner = Learner(
         path, config.dtype, config.kernels, lr=config.lr, max_grad_norm=config.max_grad_norm,
@@ -157,12 +158,7 @@ def set_up(config: Config, run: "Run"):
     if checkpoint:
         start = load_checkpoint(checkpoint, learner, learner.store)
     learner.store.publish(start, learner.weights())
-    check_memory(config, learner.weights())
-    model_config = learner.model.config
-    longest = model_config.max_position_embeddings
-    prompts = [len(task.prompt_ids(p)) for p in task.train(0, config.prompts)]
-    if max(prompts) + config.max_new_tokens > longest:
-        raise UserError(f"--max-new-tokens {config.max_new_tokens}: with prompts of {max(prompts)} tokens it exceeds the model's {longest} positions")
+    longest = learner.model.config.max_position_embeddings
     stop_ids = {tokenizer.eos_token_id} | eos_of(path)
     engine = Engine(
         str(path), config.dtype, config.kernels, max_model_len=min(longest, 32768),
@@ -188,7 +184,7 @@ def start_rollout(config, run, engine, store, task, tokenizer, start):
 
     def grade(b, samples):
         of_batch = problems.pop(b)
-        texts = tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True)
+        texts = run.decode(samples)
         for i, (sample, text) in enumerate(zip(samples, texts)):
             sample.group = i // config.group_size
             sample.reward = float(task.reward(of_batch[sample.group], text))
@@ -212,16 +208,12 @@ def evaluate(config, run, rollout, store, task, version: int) -> None:
     requests = [Request(task.prompt_ids(p), sample_seed(config.seed, "eval", i, 0)) for i, p in enumerate(problems)]
 
     def done(sampled_by, samples):
-        texts = rollout_texts(run.tokenizer, samples)
+        texts = run.decode(samples)
         rewards = [task.reward(p, text) for p, text in zip(problems, texts)]
         length = sum(len(s.response_ids) for s in samples) / len(samples)
         run.log_eval({"version": sampled_by, "pass@1": sum(rewards) / len(rewards), "problems": len(rewards), "response_len": length})
 
     rollout.evaluate(store.get(version), version, requests, done)
-
-
-def rollout_texts(tokenizer, samples) -> list[str]:
-    return tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -260,16 +252,51 @@ def check(config: Config) -> None:
             raise UserError(f"--track {config.track}: pip install {config.track}")
 
 
-def check_memory(config: Config, weights) -> None:
-    """Say how much the kept versions take, and refuse when that is more than half of what is free."""
+def check_model(config: Config, path: pathlib.Path) -> str:
+    """Checks that need the model's configuration and tokenizer, not its weights. Raises UserError; returns a line that
+    says what the kept weight versions take."""
     import psutil
+    from transformers import AutoConfig, AutoTokenizer
 
-    size = sum(w.numel() * w.element_size() for w in weights.values()) / 1e9
+    import kernels
+    from envs import load_env
+
+    try:
+        model, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        task = load_env(config.env, tokenizer, config.seed, config.difficulty)
+        if config.kernels == "aligned":
+            kernels.require_supported(model)
+    except (ValueError, OSError) as error:
+        raise UserError(str(error).strip().splitlines()[0]) from None
+    longest = max(len(task.prompt_ids(p)) for p in task.train(0, config.prompts))
+    if longest + config.max_new_tokens > model.max_position_embeddings:
+        raise UserError(
+            f"--max-new-tokens {config.max_new_tokens}: with prompts of {longest} tokens it exceeds the model's "
+            f"{model.max_position_embeddings} positions"
+        )
+    size = parameters(path) * (4 if config.dtype == "float32" else 2) / 1e9
     need, free = (config.lag + 1) * size, psutil.virtual_memory().available / 1e9
-    text = f"lag {config.lag} keeps {config.lag + 1} weight versions ({need:.3g} GB)"
-    if need > free / 2:
-        raise UserError(f"--lag {config.lag}: {text[len(str(config.lag)) + 5:]}, {free:.3g} GB are free; use a smaller --lag")
-    print(text, file=sys.stderr)
+    if need > free / 2:  # the other half is for the model, its gradients and optimizer, and the engine
+        raise UserError(
+            f"--lag {config.lag}: it keeps {config.lag + 1} weight versions ({need:.3g} GB), {free:.3g} GB are free; "
+            "use a smaller --lag"
+        )
+    return f"lag {config.lag} keeps {config.lag + 1} weight versions ({need:.3g} GB)"
+
+
+def parameters(path: pathlib.Path) -> int:
+    """Number of weights in a folder's safetensors files, from their headers."""
+    from math import prod
+
+    from safetensors import safe_open
+
+    total = 0
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            total += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())
+    if not total:
+        raise UserError(f"--model {path}: no *.safetensors files there")
+    return total
 
 
 def resolve_model(name: str) -> pathlib.Path:
@@ -317,17 +344,16 @@ def default_threads(lag: int) -> int:
 class Run:
     """The run folder, the console, and what is written where. Exits of every kind come through here."""
 
-    def __init__(self, config: Config, folder: pathlib.Path, model_path, checkpoint=None):
-        from transformers import AutoTokenizer
-
+    def __init__(self, config: Config, folder: pathlib.Path, model_path: pathlib.Path, checkpoint=None):
         self.config, self.folder, self.model_path, self.checkpoint = config, folder, model_path, checkpoint
-        self.tokenizer = AutoTokenizer.from_pretrained(model_path)
         self.rollout, self.hung, self.started, self.stop_requested, self.bar = None, False, time.perf_counter(), False, None
-        self.step, self.history, self.saved, self.track = 0, [], None, None
+        self.error, self.saved = None, checkpoint
         folder.mkdir(parents=True, exist_ok=True)
         self.console = quiet(folder / "log.txt")
-        if not checkpoint:
-            (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(model_path)
+        (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
         start = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
         for name, key in (("metrics", "step"), ("samples", "step"), ("eval", "version")):
             keep_before(folder / f"{name}.jsonl", key, start + (name == "eval"))
@@ -336,6 +362,10 @@ class Run:
         self.files = {name: open(folder / f"{name}.jsonl", "a", buffering=1) for name in ("metrics", "samples", "eval")}
         self.track = tracker(config, folder)
         signal.signal(signal.SIGINT, self._on_signal)
+
+    def decode(self, samples) -> list[str]:
+        """The responses' texts."""
+        return self.tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True)
 
     # -- console
 
@@ -350,18 +380,17 @@ class Run:
 
         interval = 0.2 if self.console.isatty() else 15.0
         self.bar = tqdm(total=steps, initial=start, file=self.console, unit="update", mininterval=interval, dynamic_ncols=True)
-        self.step = start
         for k in range(start, steps):
             yield k
-            self.step = k + 1
             self.bar.update()
         self.bar.close()
 
     # -- signals
 
     def _on_signal(self, signum, frame):
-        if self.rollout is not None and self.rollout.error is not None:
-            raise self.rollout.error
+        if self.rollout is not None and self.rollout.error is not None and self.error is None:
+            self.error = self.rollout.error  # once: not again while it is being handled
+            raise self.error
         if self.stop_requested:
             raise KeyboardInterrupt
         self.stop_requested = True
@@ -394,6 +423,7 @@ class Run:
     def log_eval(self, result: dict) -> None:
         self._write("eval", result)
         self.say(f"version {result['version']}: held-out pass@1 {result['pass@1']:.3f} on {result['problems']} problems")
+        subprocess.Popen([sys.executable, ROOT / "plots" / "figures.py", self.folder])  # beside the run: it takes 2 s
         if self.track:
             self.track({f"eval/{k}": v for k, v in result.items()}, result["version"])
 
@@ -411,7 +441,7 @@ class Run:
         if done < self.config.steps:
             if done and not (self.saved and self.saved.name == f"checkpoint-{done}"):
                 self.save(done, learner, store, tokenizer)
-            self.say(f"stopped after update {done} of {self.config.steps}; to go on: python run_async.py --resume {self.folder}")
+            self.say(f"stopped after update {done} of {self.config.steps}; {self.how_to_resume()}")
         else:
             while rollout.evaluations and not self.interrupted():
                 if rollout.error:
@@ -419,10 +449,7 @@ class Run:
                 time.sleep(0.02)
         self.bar.close()
         if self.history:
-            with contextlib.suppress(ImportError):
-                from plots.figures import draw_curves
-
-                draw_curves(self.folder)
+            subprocess.run([sys.executable, ROOT / "plots" / "figures.py", self.folder])
             self.say(self.summary())
 
     def summary(self) -> str:
@@ -445,6 +472,11 @@ class Run:
         ]  # fmt: skip
         return "\n".join(f"  {name:<30} {value}" for name, value in rows)
 
+    def how_to_resume(self) -> str:
+        if not any(self.folder.glob("checkpoint-*")):
+            return "no checkpoint was saved (--save-every)"
+        return f"to go on: python run_async.py --resume {self.folder}"
+
     def fail(self, error: BaseException) -> None:
         """The error, and the end of the log when the cause may be there."""
         traceback.print_exception(error)
@@ -452,11 +484,10 @@ class Run:
         if self.bar is not None:
             self.bar.close()
         if not isinstance(error, UserError):
-            tail = (self.folder / "log.txt").read_text(errors="replace").splitlines()[-12:]
+            tail = (self.folder / "log.txt").read_text(errors="replace").splitlines()[-30:]
             self.say("\n".join(["", f"the end of {self.folder}/log.txt:", *("  | " + line for line in tail)]))
         self.say(f"run_async.py: {type(error).__name__ + ': ' if not isinstance(error, UserError) else ''}{error}")
-        if any(self.folder.glob("checkpoint-*")):
-            self.say(f"to go on from the newest checkpoint: python run_async.py --resume {self.folder}")
+        self.say(self.how_to_resume())
 
 
 def quiet(log: pathlib.Path):
@@ -534,28 +565,27 @@ def tracker(config: Config, folder: pathlib.Path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def open_run(config: Config) -> Run:
-    """The run folder: a new one, or that of --resume with its settings and its newest checkpoint."""
+def open_run(args: list[str] | None) -> Run:
+    """The run folder: a new one, or that of --resume with its settings and its newest checkpoint. Raises UserError before
+    anything is written or anything slow is started."""
+    config = tyro.cli(Config, args=args)
+    checkpoint = None
     if config.resume:
         folder = pathlib.Path(config.resume)
         if not (folder / "config.json").exists():
             raise UserError(f"--resume {folder}: no run there (no config.json)")
         saved = Config(**json.loads((folder / "config.json").read_text()))
-        changed = {f.name for f in dataclasses.fields(Config) if getattr(config, f.name) != f.default}
-        changed -= {"resume", "steps"} | {name for name in changed if getattr(config, name) == getattr(saved, name)}
-        if changed:
-            raise UserError(f"--resume goes on with the run's own settings; it contradicts --{min(changed).replace('_', '-')}")
-        steps = config.steps if config.steps != Config.steps else saved.steps
-        if steps < saved.steps:
-            raise UserError(f"--steps {steps}: the run to resume has {saved.steps}; it may grow, not shrink")
+        config = dataclasses.replace(tyro.cli(Config, args=args, default=saved), resume=None)  # flags given win over it
+        changed = [f.name for f in dataclasses.fields(Config) if getattr(config, f.name) != getattr(saved, f.name)]
+        if others := [name for name in changed if name != "steps"]:
+            raise UserError(f"--{others[0].replace('_', '-')}: --resume goes on with the run's own settings; only --steps may change")
+        if config.steps < saved.steps:
+            raise UserError(f"--steps {config.steps}: the run to resume has {saved.steps}; it may grow, not shrink")
         checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
         if not checkpoints:
             raise UserError(f"--resume {folder}: no checkpoint there; start again, with --save-every to have one sooner")
-        config = dataclasses.replace(saved, steps=steps, resume=None)
-        check(config)
-        return Run(config, folder, resolve_model(config.model), checkpoints[-1])
-    check(config)
-    if config.out:
+        checkpoint = checkpoints[-1]
+    elif config.out:
         folder = pathlib.Path(config.out)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"--out {folder}: holds another run; choose another folder, or --resume {folder}")
@@ -563,14 +593,18 @@ def open_run(config: Config) -> Run:
         name = f"{config.env}-{pathlib.Path(config.model).name}-{config.kernels}-lag{config.lag}-seed{config.seed}"
         folders = (pathlib.Path("runs") / (name + suffix) for suffix in ["", *(f"-{i}" for i in range(2, 10000))])
         folder = next(f for f in folders if not f.exists())
-    return Run(config, folder, resolve_model(config.model))
+    check(config)
+    path = resolve_model(config.model)
+    note = check_model(config, path)
+    run = Run(config, folder, path, checkpoint)
+    run.say(note)
+    return run
 
 
 def main(args: list[str] | None = None) -> int:
-    config = tyro.cli(Config, args=args)
     try:
-        run = open_run(config)
-    except (UserError, ValueError) as error:
+        run = open_run(args)
+    except (UserError, OSError) as error:
         print(f"run_async.py: {error}", file=sys.stderr)
         return 2
     status = 1
