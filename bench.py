@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as run_async.py, which says why
 ROOT = pathlib.Path(__file__).resolve().parent
 PROMPTS, GROUP, NEW_TOKENS = 32, 8, 48  # the default run's update
 
@@ -133,6 +134,13 @@ def bench_training(steps: int) -> None:
         row(f"training, {name}, s per update", f"{total:.3f} (rollout {rollout_:.3f}, learn {learn_:.3f}, weights {sync:.3f})")
     row("asynchronous / synchronous, updates/s", f"{speedup:.2f}", "at least 1.25")
     row("of what the synchronous run's phases allow", f"{speedup:.2f} / {allowed:.2f} = {speedup / allowed:.2f}", "at least 0.85")
+    trl = ROOT / ".venv-trl/bin/python"
+    if trl.exists():
+        for dtype in ("bfloat16", "float32"):
+            command = [trl, ROOT / "bench/trl_baseline.py", "--dtype", dtype]
+            line = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+            step = line["seconds_per_step"]
+            row(f"TRL GRPOTrainer, {dtype}, s per step / ours, lag 8", f"{step:.3f} / {asynchronous[0]:.3f} = {step / asynchronous[0]:.2f}", "at least 1.8 (bfloat16)")
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
     row("peak memory of a run", f"{peak:.2f} GiB", "under 3 GB")
 

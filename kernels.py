@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 ROWS = 16  # linear layers see a multiple of this many rows; see `linear`
 BLOCK = 128  # tokens per KV-cache block, on both sides (vLLM's default on CPUs, vllm/platforms/cpu.py)
+CORES = os.cpu_count() or 1
 SUPPORTED = {"llama", "qwen2", "qwen3"}  # transformers' config.model_type
 
 # vLLM's CPU attention works in one scratch buffer per process (csrc/cpu: ScratchPadManager). Two threads in it at once
@@ -113,16 +114,23 @@ class AddRMSNorm(torch.autograd.Function):
 
 
 def _rms_norm_backward(dy, x, weight, eps):
-    """Gradients of RMSNorm in float32: dx = r (g - n mean(g n)), dweight = sum(dy n), with r the inverse root mean
-    square, n = r x and g = dy weight."""
-    n = x.float()
-    r = torch.rsqrt(n.square().mean(-1, keepdim=True).add_(eps))
-    n = n * r  # not in place: in float32, n is the saved x
-    dy = dy.float()
-    dweight = (dy * n).flatten(0, -2).sum(0).to(weight.dtype)
-    g = dy * weight.float()
-    dx = g.sub_(n.mul_((g * n).mean(-1, keepdim=True))).mul_(r)
-    return dx, dweight
+    """Gradients of RMSNorm in float32, dx = r (g - n mean(g n)) and dweight = sum(dy n), with r the inverse root mean
+    square, n = r x and g = dy weight. Rows are taken in pieces that stay in the cache: it is memory that limits this."""
+    width = x.shape[-1]
+    dx = torch.empty(x.shape, dtype=torch.float32)
+    dweight = torch.zeros(width)
+    weight_f = weight.float()
+    pieces = (t.reshape(-1, width).split(max(1, 2**18 // width)) for t in (dy, x, dx))
+    for dy_, x_, out in zip(*pieces):
+        x_ = x_.float()
+        r = torch.linalg.vector_norm(x_, dim=-1, keepdim=True).square_().div_(width).add_(eps).rsqrt_()
+        n, dy_ = x_ * r, dy_.float()
+        dn = dy_ * n
+        dweight += dn.sum(0)
+        mean = (dn @ weight_f).div_(-width)  # of -g n
+        torch.addcmul(dy_ * weight_f, n, mean[:, None], out=out)
+        out.mul_(r)
+    return dx, dweight.to(weight.dtype)
 
 
 class Rotary(torch.autograd.Function):
@@ -153,26 +161,28 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     exp that can differ in the last bit. With an intermediate size that is a multiple of 128 and at most two threads the
     cuts fall on whole vectors; otherwise vLLM's C++ operator, which works row by row, is used (2.3 times slower).
     """
-    width = gate_up.shape[-1] // 2
-    if width % 128 == 0 and (os.cpu_count() or 1) <= 2:
-        return F.silu(gate_up[..., :width]) * gate_up[..., width:]
-    return _RowSwiGLU.apply(gate_up)
+    return SwiGLU.apply(gate_up)
 
 
-class _RowSwiGLU(torch.autograd.Function):
+class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up):
-        out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-        torch.ops._C.silu_and_mul(out, gate_up)
+        width = gate_up.shape[-1] // 2
         ctx.save_for_backward(gate_up)
+        if width % 128 == 0 and CORES <= 2:
+            return F.silu(gate_up[..., :width]) * gate_up[..., width:]
+        out = gate_up.new_empty(*gate_up.shape[:-1], width)
+        torch.ops._C.silu_and_mul(out, gate_up)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        gate, up = ctx.saved_tensors[0].float().chunk(2, dim=-1)
-        s, dout_f = torch.sigmoid(gate), dout.float()
-        dgate = dout_f * up * s * (1 + gate * (1 - s))
-        return torch.cat([dgate, dout_f * gate * s], dim=-1).to(dout.dtype)
+        (gate_up,) = ctx.saved_tensors
+        grad = torch.empty_like(gate_up)
+        (gate, up), (dgate, dup) = gate_up.chunk(2, dim=-1), grad.chunk(2, dim=-1)
+        torch.mul(dout, F.silu(gate), out=dup)
+        torch.ops.aten.silu_backward(dout * up, gate, grad_input=dgate)
+        return grad
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,40 +295,41 @@ class Attention(torch.autograd.Function):
             _attention_rows(
                 q[:n], keys, values, out[:n], packed.row_lens, packed.block_table, metadata, head_dim**-0.5
             )
-        ctx.save_for_backward(q, k, v)
+        ctx.save_for_backward(q, k, v, out)
         ctx.packed = packed
         return out.view(T, -1)
 
     @staticmethod
     def backward(ctx, dout):
-        q, k, v = ctx.saved_tensors
+        q, k, v, out = ctx.saved_tensors
         T, H, D = q.shape
-        K, G = k.shape[1], H // k.shape[1]
-        dtype = q.dtype
+        K, G, scale, dtype = k.shape[1], H // k.shape[1], D**-0.5, q.dtype
         dout = dout.reshape(T, H, D)
+        delta = (dout.float() * out).sum(-1, keepdim=True)  # [T, H, 1], the softmax's own term (Dao et al. 2022, app. B.2)
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for index in ctx.packed.groups:  # [b, L]
             b, L = index.shape
             real = index >= 0
             take, at = index.clamp(min=0), index[real]
 
-            def rows(x, heads):  # [T, heads * G', D] -> [b * K, G' * L, D]: the query heads of a key head side by side
-                return x[take].view(b, L, K, heads, D).permute(0, 2, 3, 1, 4).reshape(b * K, heads * L, D)
+            def rows(x, heads):  # [T, K * heads, n] -> [b * K, heads * L, n]: the query heads of a key head side by side
+                return x[take].view(b, L, K, heads, -1).permute(0, 2, 3, 1, 4).reshape(b * K, heads * L, -1)
 
             def put(grad, x, heads):
-                grad[at] = x.view(b, K, heads, L, D).permute(0, 3, 1, 2, 4).reshape(b, L, K * heads, D)[real].to(dtype)
+                grad[at] = x.view(b, K, heads, L, D).permute(0, 3, 1, 2, 4).reshape(b, L, K * heads, D)[real]
 
-            qb, kb, vb, db = rows(q, G), rows(k, 1), rows(v, 1), rows(dout, G)
+            qb, kb, vb, db, delta_b = rows(q, G), rows(k, 1), rows(v, 1), rows(dout, G), rows(delta, G)
             if len(at) < b * L:  # a padded query must not reach the keys' and values' gradients
-                db = db * real[:, None, None, :, None].expand(b, K, G, L, 1).reshape(b * K, G * L, 1)
-            scores = torch.bmm(qb, kb.transpose(1, 2)).float().mul_(D**-0.5)
-            future = torch.ones(L, L, dtype=torch.bool).triu_(1).repeat(G, 1)  # padding only follows: causality hides it
-            p = scores.masked_fill_(future, float("-inf")).softmax(-1)  # [b * K, G * L, L] float32
+                keep = real[:, None, None, :, None].expand(b, K, G, L, 1).reshape(b * K, G * L, 1)
+                db, delta_b = db * keep, delta_b * keep
+            # padding only follows the real tokens, so causality hides it too
+            future = torch.full((L, L), float("-inf"), dtype=dtype).triu_(1).repeat(G, 1)
+            scores = torch.baddbmm(future.expand(b * K, G * L, L), qb, kb.transpose(1, 2), alpha=scale)
+            p = torch.softmax(scores, -1, dtype=torch.float32)  # [b * K, G * L, L]
             put(dv, torch.bmm(p.to(dtype).transpose(1, 2), db), 1)
-            dp = torch.bmm(db, vb.transpose(1, 2)).float()
-            ds = dp.sub_((dp * p).sum(-1, keepdim=True)).mul_(p).mul_(D**-0.5).to(dtype)
-            put(dq, torch.bmm(ds, kb), G)
-            put(dk, torch.bmm(ds.transpose(1, 2), qb), 1)
+            ds = torch.bmm(db, vb.transpose(1, 2)).sub(delta_b).mul_(p).to(dtype)
+            put(dq, torch.bmm(ds, kb).mul_(scale), G)
+            put(dk, torch.bmm(ds.transpose(1, 2), qb).mul_(scale), 1)
         return dq.view(T, -1), dk.view(T, -1), dv.view(T, -1), None, None, None, None
 
 
@@ -426,27 +437,31 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature):
-        ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.temperature = temperature
-        logprobs, entropies = [], []
-        for a, b in _chunks(*weight.shape[:1], hidden.shape[0]):
-            logp = _log_softmax(hidden[a:b], weight, bias, temperature)
-            logprobs.append(logp.gather(1, targets[a:b, None])[:, 0])
-            entropies.append(-(logp.exp() * logp).nan_to_num_().sum(-1))  # 0 log 0 = 0
+        logprobs, entropies, normalizers = [], [], []
+        for a, b in _chunks(weight.shape[0], hidden.shape[0]):
+            logits = _logits(hidden[a:b], weight, bias, temperature)
+            logp = torch.log_softmax(logits, dim=-1)
+            at = targets[a:b, None]
+            logprobs.append(logp.gather(1, at)[:, 0])
+            normalizers.append(logits.gather(1, at)[:, 0] - logprobs[-1])
+            p = torch.exp(logp, out=logits)
+            entropies.append(-torch.bmm(p[:, None], logp.clamp_(min=-1e4)[:, :, None])[:, 0, 0])  # 0 log 0 = 0
         logprobs, entropy = torch.cat(logprobs), torch.cat(entropies)
+        ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(normalizers))
+        ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, dlogprobs, _):
-        hidden, weight, bias, targets = ctx.saved_tensors
+        hidden, weight, bias, targets, normalizer = ctx.saved_tensors
         dhidden = torch.empty_like(hidden)
         dweight = torch.zeros_like(weight, dtype=torch.float32)
         dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for a, b in _chunks(*weight.shape[:1], hidden.shape[0]):
+        for a, b in _chunks(weight.shape[0], hidden.shape[0]):
             g = dlogprobs[a:b, None] / ctx.temperature
-            dlogits = _log_softmax(hidden[a:b], weight, bias, ctx.temperature).exp_().mul_(-g)
-            dlogits.scatter_add_(1, targets[a:b, None], g)
+            p = _logits(hidden[a:b], weight, bias, ctx.temperature).sub_(normalizer[a:b, None]).exp_()
+            dlogits = p.mul_(-g).scatter_add_(1, targets[a:b, None], g)
             if bias is not None:
                 dbias += dlogits.sum(0)
             dlogits = dlogits.to(hidden.dtype)
@@ -455,14 +470,15 @@ class TokenLogprobs(torch.autograd.Function):
         return dhidden, dweight.to(weight.dtype), dbias if bias is None else dbias.to(bias.dtype), None, None
 
 
-def _log_softmax(hidden, weight, bias, temperature):
+def _logits(hidden, weight, bias, temperature):
+    """[rows, V] float32: rounded to the model's dtype, then divided by the temperature."""
     logits = linear(hidden, weight, bias).float()
     if temperature != 1.0:  # divided by a tensor, as vLLM does; dividing by a number need not round the same way
         logits /= torch.full((logits.shape[0], 1), temperature)
-    return torch.log_softmax(logits, dim=-1)
+    return logits
 
 
-def _chunks(vocab, rows, elements=2**25):
+def _chunks(vocab, rows, elements=2**23):
     size = max(ROWS, elements // vocab // ROWS * ROWS)
     return [(a, min(a + size, rows)) for a in range(0, rows, size)]
 

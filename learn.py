@@ -137,9 +137,9 @@ class Learner:
             hidden = kernels.hidden_states(self.model, packed, self.cos_sin, self.gradient_checkpointing)
             at, start = [], 0
             for sequence, f, n in zip(sequences, first, sizes):
-                at.append(torch.arange(start + f, start + f + n))
+                at.extend(range(start + f, start + f + n))
                 start += len(sequence)
-            hidden = hidden[torch.cat(at)]
+            hidden = hidden[torch.tensor(at)]
         else:
             longest = max(map(len, sequences))
             ids = torch.tensor([s + [0] * (longest - len(s)) for s in sequences])
@@ -195,8 +195,7 @@ class Learner:
             if norm > self.max_grad_norm > 0:
                 self.master.grad.mul_(self.max_grad_norm / norm)
             self.optimizer.step()
-            for p, master, _ in self.views:
-                p.data.copy_(master)
+            self._round_master()
         metrics = batch_metrics(samples, step) | stats.metrics(self.gates.gate)
         audited = self._audit(samples, logp_now, weights_of)
         metrics |= audited | {"grad_norm": norm, "lr": lr, "stepped": stepped}
@@ -210,10 +209,15 @@ class Learner:
     def _backward(self, logp: torch.Tensor, coefficient: torch.Tensor) -> None:
         """Accumulate the gradient of sum(coefficient * logp) into the float32 gradient."""
         logp.backward(coefficient)
-        for p, _, grad in self.views:
-            if p.grad is not None:
-                grad.add_(p.grad)
-                p.grad = None
+        used = [(p, grad) for p, _, grad in self.views if p.grad is not None]
+        torch._foreach_add_([grad for _, grad in used], [p.grad for p, _ in used])
+        for p, _ in used:
+            p.grad = None
+
+    @torch.no_grad()
+    def _round_master(self) -> None:
+        """Write the master weights, rounded to the model's dtype, into the model."""
+        torch._foreach_copy_([p for p, _, _ in self.views], [master for _, master, _ in self.views])
 
     @torch.no_grad()
     def _audit(self, samples, logp_now, weights_of) -> dict[str, float]:
@@ -258,8 +262,7 @@ class Learner:
         if state["master"].shape != self.master.shape:
             raise ValueError(f"checkpoint holds {state['master'].numel():,} parameters, the model {self.master.numel():,}; check --model")
         self.master.copy_(state["master"])
-        for p, master, _ in self.views:
-            p.data.copy_(master)
+        self._round_master()
         if state["adam_step"] > 0:
             self.optimizer.state[self.master] = {
                 "step": state["adam_step"].clone(),

@@ -5,6 +5,8 @@ import pathlib
 
 import pytest
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as run_async.py, which says why
+
 # Nothing but torch-free modules is imported here, so that `pytest --collect-only` is quick.
 
 ARCHITECTURES = ["qwen2", "qwen3", "qwen3-untied", "llama"]
