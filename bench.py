@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as run_async.py, which says why
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as run_async.py, which says why
 ROOT = pathlib.Path(__file__).resolve().parent
 PROMPTS, GROUP, NEW_TOKENS = 32, 8, 48  # the default run's update
 
@@ -185,6 +185,9 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import torch
 
+    from kernels import keep_freed_memory
+
+    keep_freed_memory()
     print(f"machine: {os.cpu_count()} cores, {cpu_name()}, torch {torch.__version__}\n\n| what | measured | bound |\n|---|---|---|")
     if "engine" in parts:
         torch.set_num_threads(1)  # as in asynchronous training on two cores

@@ -23,9 +23,9 @@ from typing import Literal
 
 import tyro
 
-# Before torch loads OpenMP: threads that wait for each other sleep instead of spinning. With another program on one of two
-# cores, spinning made an update of 0.2 s take 2.7 s; sleeping, 0.3 s.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before torch loads OpenMP: a thread that waits for others spins 1,000 times, some microseconds, and then sleeps. By
+# default it spins for milliseconds, and when another program has one of two cores, an update of 0.2 s takes 3 s.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 ROOT = pathlib.Path(__file__).resolve().parent
 
 
@@ -111,38 +111,36 @@ def train(config: Config, run: "Run") -> None:
     """Rollout in its thread, updates here; everything else is setting up and writing down."""
     import torch
 
+    from kernels import keep_freed_memory
+
+    keep_freed_memory()
     torch.set_num_threads(config.learner_threads or default_threads(config.lag))
-    sys.setswitchinterval(1e-4)  # the learner waits for Python's lock after each operation: 5 ms (the default) adds up
-    learner, engine, task, tokenizer, start = set_up(config, run)
-    store = learner.store
-    rollout = start_rollout(config, run, engine, store, task, tokenizer, start)
+    sys.setswitchinterval(5e-5)  # the learner waits for Python's lock after each operation: 5 ms (the default) adds up
+    learner, engine, store, task, start = set_up(config, run)
+    rollout = start_rollout(config, run, engine, store, task, start)
     try:
         for k in run.progress(start, config.steps):
-            waiting = time.perf_counter()
-            batch = rollout.next(interrupted=run.interrupted)
+            with run.timed("t_wait"):
+                batch = rollout.next(run.interrupted)
             if batch is None:
                 break
-            learning = time.perf_counter()
-            metrics = learner.update(batch.samples, k, weights_of=store.get)
-            store.publish(k + 1, learner.weights())
-            store.drop_before(max(0, k + 1 - config.lag))
-            learned = time.perf_counter()
-            times = {"t_wait": learning - waiting, "t_learn": learned - learning, "t_rollout": batch.t_rollout, "t_sync": batch.t_sync}
-            run.log(metrics | times, batch)
-            if config.eval_every and ((k + 1) % config.eval_every == 0 or k + 1 == config.steps):
+            with run.timed("t_learn"):
+                metrics = learner.update(batch.samples, k, weights_of=store.get)
+                store.publish(k + 1, learner.weights())
+                store.drop_before(k + 1 - config.lag)
+            run.log(metrics, batch)
+            if run.due(config.eval_every, k + 1) and config.eval_every:
                 evaluate(config, run, rollout, store, task, k + 1)
-            if config.save_every and (k + 1) % config.save_every == 0 or k + 1 == config.steps:
-                run.save(k + 1, learner, store, tokenizer)
-            if run.interrupted():
-                break
-        run.finish(rollout, learner, store, tokenizer)
+            if run.due(config.save_every, k + 1):
+                run.save(k + 1, learner, store)
+        run.finish(rollout, learner, store)
     finally:
         if not rollout.close(wait=1.0 if rollout.error else 30.0):
             run.hung = True  # a thread inside the engine cannot be stopped; leave without it
 
 
 def set_up(config: Config, run: "Run"):
-    """Learner, engine, task and tokenizer, and the update to start with (not 0 when resuming)."""
+    """Learner, engine, weight store, task, and the update to start with (not 0 when resuming)."""
     import torch
 
     from envs import load_env
@@ -157,10 +155,9 @@ def set_up(config: Config, run: "Run"):
         gates=Gates(config.gate, config.gate_threshold, ratio_cap=config.ratio_cap),
         gradient_checkpointing=config.gradient_checkpointing, allow_mismatch=config.allow_mismatch,
     )  # fmt: skip
-    learner.store, start = WeightStore(), 0
-    if checkpoint:
-        start = load_checkpoint(checkpoint, learner, learner.store)
-    learner.store.publish(start, learner.weights())
+    store = WeightStore()
+    start = load_checkpoint(checkpoint, learner, store) if checkpoint else 0
+    store.publish(start, learner.weights())
     longest = learner.model.config.max_position_embeddings
     stop_ids = {tokenizer.eos_token_id} | eos_of(path)
     engine = Engine(
@@ -168,10 +165,10 @@ def set_up(config: Config, run: "Run"):
         max_seqs=min(config.prompts * config.group_size, 256), stop_ids={i for i in stop_ids if i is not None}, seed=config.seed,
     )  # fmt: skip
     torch.set_num_threads(config.learner_threads or default_threads(config.lag))
-    return learner, engine, task, tokenizer, start
+    return learner, engine, store, task, start
 
 
-def start_rollout(config, run, engine, store, task, tokenizer, start):
+def start_rollout(config, run, engine, store, task, start):
     """Start the rollout thread on batch `start`."""
     from rollout import Request, RolloutThread, sample_seed
 
@@ -350,7 +347,7 @@ class Run:
     def __init__(self, config: Config, folder: pathlib.Path, model_path: pathlib.Path, checkpoint=None):
         self.config, self.folder, self.model_path, self.checkpoint = config, folder, model_path, checkpoint
         self.rollout, self.hung, self.started, self.stop_requested, self.bar = None, False, time.perf_counter(), False, None
-        self.error, self.saved = None, checkpoint
+        self.error, self.saved, self.times = None, checkpoint, {}
         folder.mkdir(parents=True, exist_ok=True)
         self.console = quiet(folder / "log.txt")
         from transformers import AutoTokenizer
@@ -384,6 +381,8 @@ class Run:
         interval = 0.2 if self.console.isatty() else 15.0
         self.bar = tqdm(total=steps, initial=start, file=self.console, unit="update", mininterval=interval, dynamic_ncols=True)
         for k in range(start, steps):
+            if self.interrupted():
+                return
             yield k
             self.bar.update()
         self.bar.close()
@@ -409,8 +408,20 @@ class Run:
 
     # -- writing
 
+    @contextlib.contextmanager
+    def timed(self, key: str):
+        """Note the seconds that the block takes as a metric of this update."""
+        start = time.perf_counter()
+        yield
+        self.times[key] = time.perf_counter() - start
+
+    def due(self, every: int, done: int) -> bool:
+        """After `done` updates: is it time for what happens every so many updates (0: never) and at the end?"""
+        return done == self.config.steps or bool(every) and done % every == 0
+
     def log(self, metrics: dict, batch) -> None:
-        metrics = metrics | {"wall": self.wall + time.perf_counter() - self.started}
+        metrics |= self.times | {"t_rollout": batch.t_rollout, "t_sync": batch.t_sync}
+        metrics |= {"wall": self.wall + time.perf_counter() - self.started}
         self.history.append(metrics)
         self._write("metrics", metrics)
         for i in (0, len(batch.samples) // 2):
@@ -433,17 +444,17 @@ class Run:
     def _write(self, name: str, row: dict) -> None:
         self.files[name].write(json.dumps(row) + "\n")  # line-buffered: on disk after each row
 
-    def save(self, step: int, learner, store, tokenizer) -> None:
-        self.saved = save_checkpoint(self.folder, step, learner, store, tokenizer, self.config.lag)
+    def save(self, step: int, learner, store) -> None:
+        self.saved = save_checkpoint(self.folder, step, learner, store, self.tokenizer, self.config.lag)
 
     # -- endings
 
-    def finish(self, rollout, learner, store, tokenizer) -> None:
+    def finish(self, rollout, learner, store) -> None:
         """After the last update, or after Ctrl-C: wait for evaluations, save, draw, sum up."""
         done = len(self.history)
         if done < self.config.steps:
             if done and not (self.saved and self.saved.name == f"checkpoint-{done}"):
-                self.save(done, learner, store, tokenizer)
+                self.save(done, learner, store)
             self.say(f"stopped after update {done} of {self.config.steps}; {self.how_to_resume()}")
         else:
             while rollout.evaluations and not self.interrupted():

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as run_async.py, which says why
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as run_async.py, which says why
 
 # Nothing but torch-free modules is imported here, so that `pytest --collect-only` is quick.
 

@@ -12,7 +12,6 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import checks
 import kernels
@@ -21,6 +20,23 @@ from learn import Learner
 
 kernels.load_ops()
 TOOL = pathlib.Path(__file__).parents[1].parent / "shared" / "tools" / "get_smollm2.py"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def engines_stay_alive():
+    """`main` drops its engine at the end, as the process ends; here the process goes on, and an engine that is collected
+    takes vLLM's process groups with it."""
+    from rollout import Engine
+
+    build, alive = Engine.__init__, []
+
+    def build_and_keep(self, *args, **kwargs):
+        alive.append(self)
+        build(self, *args, **kwargs)
+
+    Engine.__init__ = build_and_keep
+    yield
+    Engine.__init__ = build
 
 
 @pytest.fixture
@@ -111,13 +127,15 @@ LEARNER_SIDE = [
     ("attention", 0, "Attention", "qwen3", flip),
     ("norm", 0, "AddRMSNorm", "llama", first(flip)),
     ("residual", 0, "AddRMSNorm", "llama", second(flip)),
-    ("log-softmax", None, "_log_softmax", "qwen3-untied", flip),
+    ("logits", None, "linear", "llama", flip),
+    ("log-softmax", None, "TokenLogprobs", "qwen3-untied", first(lambda x: x * 1.0001)),
 ]
 
 
 @pytest.mark.parametrize("op, layer, name, arch, change", LEARNER_SIDE, ids=lambda x: str(x) if isinstance(x, (str, int)) else "")
 def test_locator_names_the_operation_that_is_broken_in_the_learner(subject, monkeypatch, op, layer, name, arch, change):
     s, right = subject(arch), getattr(kernels, name)
+    s.sync = lambda: None  # a sync would give the engine a broken kernels.linear too
     if isinstance(right, type):
         monkeypatch.setattr(kernels, name, type(name, (), {"apply": staticmethod(lambda *args: change(right.apply(*args)))}))
     else:
@@ -263,6 +281,8 @@ def test_c6_fails_with_two_threads_in_attention_without_the_lock(subject, locked
     found = context.Value("i", 0)
     process = context.Process(target=_both_attentions, args=(s, locked, found))
     process.start()
+    process.join(20)
+    process.kill()  # the race can also end in a loop without end
     process.join()
     assert (found.value == 0 and process.exitcode == 0) == locked
 
@@ -392,7 +412,7 @@ def test_bad_arguments_are_one_line_and_exit_2(base_model, capfd, args, text):
 # How many tokens were compared
 
 
-def compared(folder, tokens) -> int:
+def test_200_000_sampled_tokens_have_equal_logprobs(folder):
     from rollout import Engine
 
     total = 0
@@ -400,20 +420,11 @@ def compared(folder, tokens) -> int:
         for dtype in ("bfloat16", "float32"):
             path = folder(arch, dtype)
             engine = Engine(path, dtype, "aligned", max_model_len=2048, max_seqs=checks.SEQS, stop_ids={0})
-            tally = run("C9", checks.Subject(Learner(path, dtype), engine, tokens=tokens))
+            tally = run("C9", checks.Subject(Learner(path, dtype), engine, tokens=25000))
             assert tally.fault is None and tally.largest == 0
             total += tally.values
     print(f"{total:,} tokens compared (contexts to 2,048, batches of 1 to 64, both dtypes, 1 and 2 threads): none different")
-    return total
-
-
-def test_thousands_of_sampled_tokens_have_equal_logprobs(folder):
-    assert compared(folder, 4000) >= 32000
-
-
-@pytest.mark.soak
-def test_200_000_sampled_tokens_have_equal_logprobs(folder):
-    assert compared(folder, 25000) >= 200000
+    assert total >= 200000
 
 
 @pytest.fixture(scope="module")
