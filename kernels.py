@@ -23,6 +23,7 @@ import os
 import threading
 from dataclasses import dataclass
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch; run_async.py says why
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -130,7 +131,7 @@ def _rms_norm_backward(dy, x, weight, eps):
     dx = torch.empty(x.shape, dtype=torch.float32)
     dweight = torch.zeros(width)
     weight_f = weight.float()
-    pieces = (t.reshape(-1, width).split(max(1, 2**18 // width)) for t in (dy, x, dx))
+    pieces = (t.reshape(-1, width).split(max(1, 2**20 // width)) for t in (dy, x, dx))
     for dy_, x_, out in zip(*pieces):
         x_ = x_.float()
         r = torch.linalg.vector_norm(x_, dim=-1, keepdim=True).square_().div_(width).add_(eps).rsqrt_()
@@ -171,19 +172,19 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     exp that can differ in the last bit. With an intermediate size that is a multiple of 128 and at most two threads the
     cuts fall on whole vectors; otherwise vLLM's C++ operator, which works row by row, is used (2.3 times slower).
     """
-    return SwiGLU.apply(gate_up)
+    width = gate_up.shape[-1] // 2
+    if width % 128 == 0 and CORES <= 2:
+        return F.silu(gate_up[..., :width]) * gate_up[..., width:]
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    torch.ops._C.silu_and_mul(out, gate_up)
+    return out
 
 
 class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up):
-        width = gate_up.shape[-1] // 2
         ctx.save_for_backward(gate_up)
-        if width % 128 == 0 and CORES <= 2:
-            return F.silu(gate_up[..., :width]) * gate_up[..., width:]
-        out = gate_up.new_empty(*gate_up.shape[:-1], width)
-        torch.ops._C.silu_and_mul(out, gate_up)
-        return out
+        return swiglu(gate_up)
 
     @staticmethod
     def backward(ctx, dout):
@@ -201,7 +202,7 @@ class SwiGLU(torch.autograd.Function):
 
 def _attention_rows(q, key_cache, value_cache, out, row_lens, block_table, metadata, scale):
     """Paged attention in which row t attends to the first row_lens[t] tokens of its own block-table row."""
-    starts = torch.arange(q.shape[0] + 1, dtype=torch.int32)
+    starts = torch.arange(q.shape[0] + 1, dtype=torch.int32)  # one query token per request
     torch.ops._C.cpu_attention_with_kv_cache(
         q, key_cache, value_cache, out, starts, row_lens, scale, True, None, -1, block_table, 0.0, metadata, None, None
     )
@@ -403,7 +404,7 @@ def _decoder_layer(layer, x, residual, packed, cos_sin, metadata, isa, trace=Non
     trace("post_attention_norm", x)
     x = F.linear(x, *_merged(mlp.gate_proj, mlp.up_proj))
     trace("gate_up", x)
-    x = swiglu(x)
+    x = SwiGLU.apply(x)
     trace("activation", x)
     x = F.linear(x, mlp.down_proj.weight, mlp.down_proj.bias)
     trace("down", x)
