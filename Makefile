@@ -13,9 +13,9 @@ INSTALLED := .venv/installed-$(REQUIREMENTS)
 
 .PHONY: run test soak bench bench-trl plots setup lock clean
 
-# tyro lets the last occurrence of a flag win, so a --lag in ARGS overrides the one here.
+# tyro lets the last occurrence of a flag win, so a --lag in ARGS overrides the one here; a resumed run has its own.
 run: setup
-	$(PY) run_async.py --lag 8 $(ARGS)
+	$(PY) run_async.py $(if $(findstring --resume,$(ARGS)),,--lag 8) $(ARGS)
 
 test: setup
 	$(PY) -m pytest tests -q -m "not soak" --durations=10 $(ARGS)
