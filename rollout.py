@@ -58,6 +58,11 @@ def sample_seed(*path) -> int:
     return int.from_bytes(digest, "big")
 
 
+# vLLM's process groups belong to the process: when one engine is garbage-collected, they go, and all others fail with
+# "pipeline model parallel group is not initialized". So none is.
+_ALIVE: list = []
+
+
 class Engine:
     """vLLM in this process, sampling plainly: temperature only; no top-p, top-k or penalties, nothing inherited from
     the model's generation_config.json.
@@ -98,6 +103,7 @@ class Engine:
             )
         torch.set_num_threads = set_num_threads
         self.engine = self.llm.llm_engine
+        _ALIVE.append(self.llm)
         self.llm.collective_rpc(_use_plain_sampler)
         _allocate_at_block_ends(self.engine.engine_core.engine_core.scheduler.kv_cache_manager)
 
@@ -146,6 +152,7 @@ class Engine:
         return samples
 
     def close(self) -> None:
+        """Shut vLLM down, for every engine of this process."""
         self.engine.engine_core.shutdown()
 
 

@@ -22,23 +22,6 @@ kernels.load_ops()
 TOOL = pathlib.Path(__file__).parents[1].parent / "shared" / "tools" / "get_smollm2.py"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def engines_stay_alive():
-    """`main` drops its engine at the end, as the process ends; here the process goes on, and an engine that is collected
-    takes vLLM's process groups with it."""
-    from rollout import Engine
-
-    build, alive = Engine.__init__, []
-
-    def build_and_keep(self, *args, **kwargs):
-        alive.append(self)
-        build(self, *args, **kwargs)
-
-    Engine.__init__ = build_and_keep
-    yield
-    Engine.__init__ = build
-
-
 @pytest.fixture
 def subject(tiny, engine):
     def of(arch="qwen3", dtype="bfloat16", mode="aligned", **options):

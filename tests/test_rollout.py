@@ -1,6 +1,7 @@
 """Which weights sample which batch, and how the rollout thread ends. A scripted engine stands in where timings and faults
 are the subject; what the engine samples is tested on the real one."""
 
+import math
 import queue
 import random
 import threading
@@ -397,3 +398,28 @@ def test_loading_other_weights_changes_the_samples_and_loading_the_old_ones_brin
     again = qwen3.generate(requests, 12, 1.0, 2)
     assert same(first, again) and not same(first, changed)
     assert {s.version for s in again} == {2}
+
+
+def test_an_engine_that_is_dropped_leaves_the_others_working(tiny, engine):
+    import gc
+
+    from rollout import Engine
+
+    kept = engine(tiny("llama", "float32"), "float32")
+    Engine(tiny("llama", "float32"), "float32", "aligned", max_model_len=256, max_seqs=4, stop_ids={0})
+    gc.collect()
+    (sample,) = kept.generate([Request([5, 6, 7], 1)], 4, 1.0, 0)
+    assert len(sample.response_ids) >= 1
+
+
+def test_a_standard_engine_samples_with_the_new_tied_head_after_a_load(tiny, engine):
+    from transformers import AutoModelForCausalLM
+
+    standard = engine(tiny("qwen3", "bfloat16"), "bfloat16", "standard")  # tied
+    model = AutoModelForCausalLM.from_pretrained(tiny("qwen3", "bfloat16"), dtype=torch.bfloat16)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    embedding = weights["model.embed_tokens.weight"]
+    embedding[:] = embedding[5].clone()  # every token has the same row, so every logit is the same, whatever the body does
+    standard.load(weights, 1)
+    (sample,) = standard.generate([Request([5, 6, 7], 1)], 3, 1.0, 1)
+    assert torch.allclose(sample.logprobs, torch.full_like(sample.logprobs, -math.log(len(embedding))))
