@@ -32,6 +32,7 @@ ROWS = 16  # linear layers see a multiple of this many rows; see `linear`
 BLOCK = 128  # tokens per KV-cache block, on both sides (vLLM's default on CPUs, vllm/platforms/cpu.py)
 CORES = os.cpu_count() or 1
 SUPPORTED = {"llama", "qwen2", "qwen3"}  # transformers' config.model_type
+OPERATIONS = "embedding, linear, RMSNorm, q/k RMSNorm, rotary embedding, causal attention, SwiGLU, log-softmax"
 
 # vLLM's CPU attention works in one scratch buffer per process (csrc/cpu: ScratchPadManager). Two threads in it at once
 # give NaN or wrong numbers without an error, so the rollout thread and the learner take turns.
@@ -54,16 +55,23 @@ def keep_freed_memory() -> None:
 
 def require_supported(config) -> None:
     """Raise ValueError with one line unless every leaf operation of the architecture has an aligned version."""
-    text = f"model type {config.model_type!r}: "
-    if config.model_type not in SUPPORTED:
+    missing = None
+    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    if not hasattr(config, "rms_norm_eps"):
+        missing = "LayerNorm"
+    elif getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
+        missing = "mixture-of-experts routing"
+    elif activation != "silu":
+        missing = f"activation {activation}"
+    elif getattr(config, "use_sliding_window", False):
+        missing = "sliding-window attention"
+    elif config.model_type not in SUPPORTED:
+        missing = "its decoder layer"
+    if missing:
         raise ValueError(
-            f"{text}no aligned version of its decoder layer; aligned are {', '.join(sorted(SUPPORTED))}; "
-            "choose another --model or --kernels standard"
+            f"model type {config.model_type!r}: {missing} has no aligned version; those that have: {OPERATIONS} (model types "
+            f"{', '.join(sorted(SUPPORTED))}); choose another --model or --kernels standard"
         )
-    if getattr(config, "hidden_act", "silu") != "silu":
-        raise ValueError(f"{text}activation {config.hidden_act!r} has no aligned version (silu has); use --kernels standard")
-    if getattr(config, "use_sliding_window", False):
-        raise ValueError(f"{text}sliding-window attention has no aligned version; use --kernels standard")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

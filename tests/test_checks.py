@@ -377,7 +377,7 @@ def test_kernels_py_says_in_one_line_which_operation_of_gpt2_has_no_aligned_vers
 
     import base
 
-    GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64).save_pretrained(tmp_path)
+    GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, bos_token_id=1, eos_token_id=1).save_pretrained(tmp_path)
     base.make_tokenizer().save_pretrained(tmp_path)
     assert checks.main(["--model", str(tmp_path)]) == 2
     printed = capfd.readouterr().err.strip()
