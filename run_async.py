@@ -225,10 +225,12 @@ def check(config: Config) -> None:
     from envs import ENVS
 
     least = {"lag": 0, "steps": 1, "prompts": 1, "max_new_tokens": 1, "audit": 0, "tokens_per_microbatch": 1, "eval_every": 0,
-             "eval_problems": 1, "save_every": 0, "lr": 0.0, "max_grad_norm": 0.0, "rollout_threads": 0, "learner_threads": 0}  # fmt: skip
+             "eval_problems": 1, "save_every": 0, "seed": 0, "lr": 0.0, "max_grad_norm": 0.0, "rollout_threads": 0, "learner_threads": 0}  # fmt: skip
     for name, bound in least.items():
         if not getattr(config, name) >= bound:
             raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be at least {bound}")
+    if config.seed >= 2**32:
+        raise UserError(f"--seed {config.seed}: must be below 2^32")
     if config.group_size < 2:
         raise UserError(f"--group-size {config.group_size}: the baseline is the group's mean, so a group needs at least 2 responses")
     if config.env not in ENVS:
@@ -378,6 +380,7 @@ class Run:
     def progress(self, start: int, steps: int):
         from tqdm import tqdm
 
+        self.started = time.perf_counter()  # of training; the start-up before it does not count
         interval = 0.2 if self.console.isatty() else 15.0
         self.bar = tqdm(total=steps, initial=start, file=self.console, unit="update", mininterval=interval, dynamic_ncols=True)
         for k in range(start, steps):
@@ -473,15 +476,17 @@ class Run:
         d3 = sorted(m["d3"] for m in h)
         median = d3[len(d3) // 2]
         ratio = f"{d3[-1] / median:.2f}" if median else "-"
-        seconds = h[-1]["wall"] - (h[0]["wall"] if len(h) > 1 else 0)
-        mismatch = max((m.get("mismatch_max", 0.0) for m in h), default=0.0)
+        seconds = h[-1]["wall"] - h[0]["wall"]
         samples = self.config.prompts * self.config.group_size
+        mismatch = [m["mismatch_max"] for m in h if "mismatch_max" in m]
+        exact = f"{max(mismatch):g}" + (" (exact)" if max(mismatch) == 0 else "") if mismatch else "not measured (--audit 0)"
+        speed = f"{samples * (len(h) - 1) / seconds:.0f} samples/s, {seconds / (len(h) - 1):.3f} s per update" if len(h) > 1 else "-"
         rows = [
             ("reward, first and last tenth", f"{first:.3f} -> {last:.3f}"),
             ("D3 peak / median", f"{ratio}  ({d3[-1]:.2e} / {median:.2e})"),
-            ("kernel mismatch, largest", f"{mismatch:g}" + (" (exact)" if mismatch == 0 else "")),
-            ("lag, mean and largest", f"{h[-1]['lag']:g}, {max(m['lag_max'] for m in h)}"),
-            ("speed", f"{samples * (len(h) - 1) / max(seconds, 1e-9):.0f} samples/s, {seconds / max(len(h) - 1, 1):.3f} s per update"),
+            ("kernel mismatch, largest", exact),
+            ("lag, mean and largest", f"{sum(m['lag'] for m in h) / len(h):.3g}, {max(m['lag_max'] for m in h)}"),
+            ("speed", speed),
             ("files", f"{self.folder}/  (metrics.jsonl, eval.jsonl, samples.jsonl, curves.png, {self.saved.name if self.saved else '-'}/)"),
         ]  # fmt: skip
         return "\n".join(f"  {name:<30} {value}" for name, value in rows)
@@ -582,20 +587,24 @@ def tracker(config: Config, folder: pathlib.Path):
 def open_run(args: list[str] | None) -> Run:
     """The run folder: a new one, or that of --resume with its settings and its newest checkpoint. Raises UserError before
     anything is written or anything slow is started."""
-    config = tyro.cli(Config, args=args)
+    config = with_full_path(tyro.cli(Config, args=args))
     checkpoint = None
     if config.resume:
         folder = pathlib.Path(config.resume)
-        if not (folder / "config.json").exists():
-            raise UserError(f"--resume {folder}: no run there (no config.json)")
-        saved = Config(**json.loads((folder / "config.json").read_text()))
-        config = dataclasses.replace(tyro.cli(Config, args=args, default=saved), resume=None)  # flags given win over it
+        try:
+            saved = Config(**json.loads((folder / "config.json").read_text()))
+        except FileNotFoundError:
+            raise UserError(f"--resume {folder}: no run there (no config.json)") from None
+        except (TypeError, ValueError) as error:
+            raise UserError(f"--resume {folder}: its config.json is of another version ({error})") from None
+        config = with_full_path(dataclasses.replace(tyro.cli(Config, args=args, default=saved), resume=None))  # flags given win
         changed = [f.name for f in dataclasses.fields(Config) if getattr(config, f.name) != getattr(saved, f.name)]
         if others := [name for name in changed if name != "steps"]:
             raise UserError(f"--{others[0].replace('_', '-')}: --resume goes on with the run's own settings; only --steps may change")
         if config.steps < saved.steps:
             raise UserError(f"--steps {config.steps}: the run to resume has {saved.steps}; it may grow, not shrink")
-        checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
+        numbered = [p for p in folder.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit()]
+        checkpoints = sorted(numbered, key=lambda p: int(p.name.removeprefix("checkpoint-")))
         if not checkpoints:
             raise UserError(f"--resume {folder}: no checkpoint there; start again, with --save-every to have one sooner")
         checkpoint = checkpoints[-1]
@@ -613,6 +622,12 @@ def open_run(args: list[str] | None) -> Run:
     run = Run(config, folder, path, checkpoint)
     run.say(note)
     return run
+
+
+def with_full_path(config: Config) -> Config:
+    """--model as a full path if it is a folder, so that the run can be resumed from anywhere."""
+    path = pathlib.Path(config.model)
+    return dataclasses.replace(config, model=str(path.resolve())) if config.model != "base" and path.is_dir() else config
 
 
 def main(args: list[str] | None = None) -> int:

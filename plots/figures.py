@@ -3,6 +3,7 @@
     python plots/figures.py RUN [RUN ...]        # curves.png of each run folder
 """
 
+import contextlib
 import json
 import pathlib
 import sys
@@ -12,7 +13,10 @@ BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#888888"  # Okabe 
 
 def read(path: pathlib.Path) -> dict[str, list]:
     """Columns of a JSON-lines file; a key that a row lacks is NaN there."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):  # the last line of a run that was killed
+            rows.append(json.loads(line))
     keys = {key for row in rows for key in row}
     return {key: [row.get(key, float("nan")) for row in rows] for key in keys}
 
@@ -25,6 +29,8 @@ def draw_curves(run: pathlib.Path) -> pathlib.Path:
     import matplotlib.pyplot as plt
 
     run = pathlib.Path(run)
+    if not (run / "config.json").exists() or not (run / "metrics.jsonl").exists():
+        sys.exit(f"{run}: no run there")
     m, e = read(run / "metrics.jsonl"), read(run / "eval.jsonl")
     config = json.loads((run / "config.json").read_text())
     figure, axes = plt.subplots(2, 3, figsize=(13, 6.5), constrained_layout=True)

@@ -489,3 +489,46 @@ def test_an_architecture_without_aligned_kernels_is_refused(run, base_model, tmp
     assert "gpt2" in done.console and "--model" in done.console and "--kernels standard" in done.console
     assert len(done.console.strip().splitlines()) == 1
     assert not done.folder.exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Found by newcomers
+
+
+def test_a_seed_that_the_engine_cannot_take_is_refused_with_its_flag():
+    for seed in (-1, 2**32):
+        with pytest.raises(run_async.UserError, match="--seed"):
+            run_async.check(run_async.Config(seed=seed))
+
+
+def test_the_summary_does_not_call_exact_what_was_not_measured_and_averages_the_lag_over_the_run():
+    import types
+
+    rows = [{"reward": 0.5, "d3": 0.1, "wall": float(i), "lag": float(i), "lag_max": i} for i in range(3)]
+    run = types.SimpleNamespace(history=rows, config=run_async.Config(), folder="runs/x", saved=None)
+    text = run_async.Run.summary(run)
+    assert "not measured" in text and "exact" not in text and "1, 2" in text
+    for row in rows:
+        row["mismatch_max"] = 0.0
+    assert "0 (exact)" in run_async.Run.summary(run)
+
+
+def test_a_model_folder_is_kept_as_a_full_path(tmp_path, monkeypatch):
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert run_async.with_full_path(run_async.Config(model="m")).model == str((tmp_path / "m").resolve())
+    assert run_async.with_full_path(run_async.Config(model="base")).model == "base"
+    assert run_async.with_full_path(run_async.Config(model="some/hub-name")).model == "some/hub-name"
+
+
+def test_a_run_that_was_cut_off_in_the_middle_of_a_row_can_be_drawn(tmp_path):
+    from plots.figures import read
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "d3": 0.5}\n{"step": 1, "d')
+    assert read(tmp_path / "metrics.jsonl") == {"step": [0], "d3": [0.5]}
+
+
+def test_a_config_of_another_version_cannot_be_resumed(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"flag_of_another_version": 1}')
+    assert run_async.main(["--resume", str(tmp_path)]) == 2
+    assert "another version" in capsys.readouterr().err
