@@ -1,6 +1,6 @@
 """Figures from the logs of runs.
 
-    python plots/figures.py RUN [RUN ...]        # curves.png of each run folder
+    python plots/figures.py [RUN ...]        # curves.png of each run folder; of all in runs/ by default
 """
 
 import contextlib
@@ -78,5 +78,5 @@ def smooth(values: list[float], window: int = 20) -> list[float]:
 
 
 if __name__ == "__main__":
-    for folder in sys.argv[1:] or sys.exit(__doc__):
+    for folder in sys.argv[1:] or sorted(path.parent for path in pathlib.Path("runs").glob("*/metrics.jsonl")):
         print(draw_curves(pathlib.Path(folder)))
