@@ -5,6 +5,7 @@
 
 import contextlib
 import json
+import os
 import pathlib
 import sys
 
@@ -45,8 +46,9 @@ def draw_curves(run: pathlib.Path) -> pathlib.Path:
     reward.legend()
 
     floor = 1e-12  # exact zeros are drawn on the floor of the log scale
-    gap.semilogy(x, [max(v, floor) for v in m.get("lag_kl", [])], color=BLUE, label="policy lag, log pi_k - log pi_v")
-    gap.semilogy(x, [max(v, floor) for v in m.get("mismatch_kl", [])], color=ORANGE, label="kernel mismatch, log pi_v - log mu_v")
+    unmeasured = [float("nan")] * len(x)  # --audit 0
+    gap.semilogy(x, [max(v, floor) for v in m.get("lag_kl", unmeasured)], color=BLUE, label="policy lag, log pi_k - log pi_v")
+    gap.semilogy(x, [max(v, floor) for v in m.get("mismatch_kl", unmeasured)], color=ORANGE, label="kernel mismatch, log pi_v - log mu_v")
     gap.set(title="The two gaps (mean of r - 1 - log r; 0 is drawn at 1e-12)", ylim=(floor / 2, None))
     gap.legend()
 
@@ -66,8 +68,9 @@ def draw_curves(run: pathlib.Path) -> pathlib.Path:
         axis.set_xlabel("update")
         axis.grid(alpha=0.3)
     figure.suptitle(f"{config['model']}, {config['env']}, {config['kernels']} kernels, lag {config['lag']}, {config['dtype']}")
-    path = run / "curves.png"
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    path, scratch = run / "curves.png", run / f".curves-{os.getpid()}.png"
+    figure.savefig(scratch, dpi=110, metadata={"Software": None})
+    scratch.rename(path)  # the drawing of an evaluation and that of the run's end may be under way at once
     plt.close(figure)
     return path
 

@@ -4,6 +4,7 @@ The first run is the command itself. The others call its main() in processes for
 vLLM already: 5 s a run, not 12.
 """
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -532,3 +533,13 @@ def test_a_config_of_another_version_cannot_be_resumed(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"flag_of_another_version": 1}')
     assert run_async.main(["--resume", str(tmp_path)]) == 2
     assert "another version" in capsys.readouterr().err
+
+
+def test_a_run_without_an_audit_can_be_drawn(tmp_path):
+    from plots.figures import draw_curves
+
+    row = dict.fromkeys(["reward", "d3", "grad_norm", "ess", "t_rollout", "t_learn", "t_wait", "t_sync"], 0.5) | {"step": 0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(run_async.Config(audit=0))))
+    assert draw_curves(tmp_path).read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob(".curves*"))
