@@ -325,6 +325,7 @@ def batch_metrics(samples: list[Sample], step: int) -> dict[str, float]:
         "reward_std": rewards.std(correction=0).item(),
         "groups_mixed": sum(len(r) > 1 for r in groups.values()) / len(groups),
         "response_len": sum(sampled) / len(sampled),
+        "tool_calls": sum(a > b for s in samples for a, b in zip(s.mask, s.mask[1:])) / len(samples),
         "truncated": sum(s.finish == "length" for s in samples) / len(samples),
         "tokens": sum(sampled),
     }

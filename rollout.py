@@ -12,6 +12,8 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +27,9 @@ class Request:
 
     prompt_ids: list[int]
     seed: int
+    # Tool use: (token ids of the turn just sampled, its number from 0) -> token ids to append and sample on, or None when
+    # the response is complete. Called from another thread, while other sequences go on.
+    follow_up: Callable[[list[int], int], list[int] | None] | None = None
 
 
 @dataclass
@@ -33,7 +38,7 @@ class Sample:
 
     prompt_ids: list[int]
     response_ids: list[int]
-    logprobs: torch.Tensor  # [len(response_ids)] float32: log mu_v of each token, as recorded by the engine
+    logprobs: torch.Tensor  # [len(response_ids)] float32: log mu_v of each token, as recorded by the engine; 0 where mask is 0
     version: int  # the weights version that sampled every token
     finish: str  # "stop" or "length"
     mask: list[int]  # 1 for sampled tokens, 0 for tool output
@@ -69,10 +74,10 @@ class Engine:
 
     model: local Hugging Face folder; dtype: "bfloat16" or "float32"; kernels_mode: "aligned" or "standard";
     max_model_len: tokens of prompt and response together; max_seqs: sequences decoded at once; stop_ids: token ids that
-    end a response.
+    end a response; stop: strings that end a turn of a request with a follow-up.
     """
 
-    def __init__(self, model, dtype, kernels_mode, max_model_len, max_seqs, stop_ids, seed=0):
+    def __init__(self, model, dtype, kernels_mode, max_model_len, max_seqs, stop_ids, seed=0, stop=()):
         # One process: the learner's tensors are the engine's input, and the rollout thread may share the lock of
         # kernels.py. Must be set before vLLM is imported.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -81,13 +86,14 @@ class Engine:
 
         set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it by a warning (v1/worker/cpu_worker.py)
         self.mode, self.stop_ids, self.version, self.cancelled = kernels_mode, sorted(stop_ids), None, False
+        self.max_model_len, self.stop = max_model_len, list(stop)
         batch_tokens = max(8192, max_model_len)
         with kernels.engine_kernels(kernels_mode):
             self.llm = LLM(
                 model,
                 dtype=dtype,
                 seed=seed,
-                skip_tokenizer_init=True,  # ids in, ids out
+                skip_tokenizer_init=not stop,  # ids in, ids out; text is looked at for stop strings alone
                 generation_config="vllm",  # not the model's own: a repetition penalty there would change sampling
                 logprobs_mode="processed_logprobs",  # after the temperature, as sampled
                 enforce_eager=True,
@@ -121,35 +127,65 @@ class Engine:
         self.version = version
 
     def generate(self, requests: list[Request], max_new_tokens: int, temperature: float, version: int) -> list[Sample]:
-        """Sample one response per request. Raises RuntimeError if any token came from another version than `version`."""
+        """Sample one response per request, of at most `max_new_tokens` sampled tokens, in as many turns as its follow-up
+        wants. Raises RuntimeError if any token came from another version than `version`."""
+        if version != self.version:
+            raise RuntimeError(f"engine holds weights version {self.version}, batch needs {version}")
+        samples = [Sample(r.prompt_ids, [], torch.empty(0), version, "length", []) for r in requests]
+        turns = [0] * len(requests)
+        for i, request in enumerate(requests):
+            self._add(i, request, samples[i], 0, max_new_tokens, temperature)
+        with ThreadPoolExecutor(max_workers=8, thread_name_prefix="tool") as pool:  # starts no thread unless there is work
+            running = {}  # follow-up under way -> its request
+            while running or self.engine.has_unfinished_requests():
+                if self.cancelled:
+                    raise RuntimeError("generation cancelled")
+                if not self.engine.has_unfinished_requests():
+                    wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
+                else:
+                    for output in self.engine.step():
+                        if output.finished:
+                            i = int(output.request_id)
+                            turn = _append_turn(samples[i], output.outputs[0])
+                            if requests[i].follow_up and samples[i].finish == "stop":
+                                running[pool.submit(requests[i].follow_up, turn, turns[i])] = i
+                for future in [f for f in running if f.done()]:
+                    i, tool_ids = running.pop(future), future.result()
+                    if tool_ids is not None:
+                        turns[i] += 1
+                        self._continue(i, requests[i], samples[i], turns[i], tool_ids, max_new_tokens, temperature)
+        return samples
+
+    def _add(self, i, request, sample, turn, max_new_tokens, temperature) -> None:
+        """Queue the next turn of a response; its tokens so far are a prompt, most of which the prefix cache holds."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if version != self.version:
-            raise RuntimeError(f"engine holds weights version {self.version}, batch needs {version}")
-        for i, request in enumerate(requests):
-            params = SamplingParams(
-                temperature=temperature,
-                max_tokens=max_new_tokens,
-                seed=request.seed,
-                logprobs=0,  # the sampled token's own
-                flat_logprobs=True,  # one flat list, not a dict per token
-                stop_token_ids=self.stop_ids,
-                ignore_eos=True,  # stop_ids decide, not the model's configuration
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                skip_clone=True,
-            )
-            self.engine.add_request(str(i), {"prompt_token_ids": request.prompt_ids}, params)
-        samples = [None] * len(requests)
-        while self.engine.has_unfinished_requests():
-            if self.cancelled:
-                raise RuntimeError("generation cancelled")
-            for output in self.engine.step():
-                if output.finished:
-                    i = int(output.request_id)
-                    samples[i] = _to_sample(requests[i].prompt_ids, output.outputs[0], version)
-        return samples
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=max_new_tokens,
+            seed=sample_seed(request.seed, turn) if turn else request.seed,
+            logprobs=0,  # the sampled token's own
+            flat_logprobs=True,  # one flat list, not a dict per token
+            stop_token_ids=self.stop_ids,
+            ignore_eos=True,  # stop_ids decide, not the model's configuration
+            stop=self.stop if request.follow_up else None,
+            detokenize=bool(request.follow_up and self.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        self.engine.add_request(str(i), {"prompt_token_ids": sample.prompt_ids + sample.response_ids}, params)
+
+    def _continue(self, i, request, sample, turn, tool_ids, max_new_tokens, temperature) -> None:
+        """Append tool tokens, which are not sampled (mask 0), and sample on, unless a limit leaves no room for a token."""
+        room = min(max_new_tokens - sum(sample.mask), self.max_model_len - len(sample.prompt_ids + sample.response_ids) - len(tool_ids))
+        if room < 1:
+            sample.finish = "length"
+            return
+        sample.response_ids += tool_ids
+        sample.mask += [0] * len(tool_ids)
+        sample.logprobs = torch.cat([sample.logprobs, torch.zeros(len(tool_ids))])
+        self._add(i, request, sample, turn, room, temperature)
 
     def close(self) -> None:
         """Shut vLLM down, for every engine of this process."""
@@ -203,15 +239,18 @@ def _use_plain_sampler(worker) -> None:
     sampler.forward = forward
 
 
-def _to_sample(prompt_ids, out, version) -> Sample:
+def _append_turn(sample: Sample, out) -> list[int]:
+    """Append what vLLM sampled to the response; returns its token ids."""
     spans = {span.version for span in out.weight_versions}
-    if spans != {str(version)}:
-        raise RuntimeError(f"a response was sampled by weights versions {sorted(spans)}, expected {version} alone")
+    if spans != {str(sample.version)}:
+        raise RuntimeError(f"a response was sampled by weights versions {sorted(spans)}, expected {sample.version} alone")
     ids = list(out.token_ids)
-    logprobs = torch.tensor(out.logprobs.logprobs, dtype=torch.float32)  # exact: they were float32
     if out.logprobs.token_ids != ids:
         raise RuntimeError("vLLM returned log-probabilities of other tokens than it sampled")
-    return Sample(prompt_ids, ids, logprobs, version, out.finish_reason, [1] * len(ids))
+    logprobs = torch.tensor(out.logprobs.logprobs, dtype=torch.float32)  # exact: they were float32
+    sample.logprobs = torch.cat([sample.logprobs, logprobs]) if sample.response_ids else logprobs
+    sample.response_ids, sample.mask, sample.finish = sample.response_ids + ids, sample.mask + [1] * len(ids), out.finish_reason
+    return ids
 
 
 def _kv_cache_bytes(model, dtype, max_model_len, max_seqs, limit=4 << 30) -> int:

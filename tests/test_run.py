@@ -26,7 +26,7 @@ ROOT = pathlib.Path(run_async.__file__).parent
 SETTINGS = "--prompts 4 --group-size 4 --max-new-tokens 24 --lag 2 --eval-every 0 --eval-problems 8".split()
 STEPS = 6
 KEYS = set(
-    "step lag lag_max reward reward_std groups_mixed response_len truncated kl d3 mismatch_kl mismatch_max mismatch_exact lag_kl "
+    "step lag lag_max reward reward_std groups_mixed response_len tool_calls truncated kl d3 mismatch_kl mismatch_max mismatch_exact lag_kl "
     "ratio_max ratio_min ess rejected entropy loss grad_norm lr nonfinite t_wait t_learn t_rollout t_sync tokens wall".split()
 )
 

@@ -1,0 +1,203 @@
+"""Tool use: responses of several turns. What the tool wrote is never trained on, ids are never re-tokenised, and aligned
+kernels stay exact from turn to turn."""
+
+import threading
+
+import pytest
+import torch
+
+from learn import Gates, Learner, advantages, batch_metrics, token_weights
+from rollout import Engine, Request, sample_seed
+
+STOPS = list(range(24))  # of 128 ids: turns are short
+
+
+@pytest.fixture
+def stopping(tiny, engine):
+    """An engine whose turns end early, and its learner."""
+    model = tiny("qwen3", "bfloat16")
+    made = engine(model, "bfloat16")
+    stop_ids, made.stop_ids = made.stop_ids, STOPS
+    yield made, Learner(model, "bfloat16")
+    made.stop_ids = stop_ids
+
+
+def tool(turn_ids, turn, turns=3):
+    """Three turns; what the tool writes depends on the turn's ids."""
+    return None if turn + 1 == turns else [50 + turn_ids[0] % 50, 77, 50 + len(turn_ids)]
+
+
+def requests(n, length=100, follow_up=tool):
+    return [Request([(7 * i + j) % 128 for j in range(length + i)], sample_seed(0, i), follow_up) for i in range(n)]
+
+
+def spans(mask):
+    """[(value, start, end)] of the runs of equal values."""
+    edges = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
+    return [(mask[a], a, b) for a, b in zip(edges, edges[1:])]
+
+
+def test_turns_are_exact_to_the_learner(stopping):
+    made, learner = stopping
+    samples = made.generate(requests(24), 64, 1.0, 0)
+    assert sum(0 in s.mask for s in samples) > 16
+    logp, _ = learner.score(samples)
+    mask = torch.tensor([m for s in samples for m in s.mask], dtype=torch.bool)
+    recorded = torch.cat([s.logprobs for s in samples])
+    assert torch.equal(logp.detach()[mask], recorded[mask])
+    assert not recorded[~mask].any()
+    for s in samples:
+        assert len(s.response_ids) == len(s.mask) == len(s.logprobs)
+        parts = spans(s.mask)
+        assert [value for value, _, _ in parts] == [1, 0, 1, 0, 1][: len(parts)]
+        for (_, a, b), (_, c, d) in zip(parts[::2], parts[1::2]):  # a turn, and what the tool wrote after it
+            assert s.response_ids[b - 1] in STOPS and s.response_ids[c:d] == tool(s.response_ids[a:b], 0)
+
+
+def test_a_cache_hit_and_a_miss_sample_the_same(stopping):
+    made, _ = stopping
+    cached, step = [], made.engine.step
+
+    def counting_step():
+        outputs = step()
+        cached.extend(o.num_cached_tokens for o in outputs if o.finished)
+        return outputs
+
+    made.engine.step = counting_step
+    try:
+        hits = made.generate(requests(6, length=140), 200, 1.0, 0)  # longer than a block of 128
+    finally:
+        made.engine.step = step
+    assert sum(n >= 128 for n in cached) >= 6  # the later turns
+    for i, s in enumerate(hits):
+        a, b = spans(s.mask)[2][1:]
+        assert made.llm.reset_prefix_cache()
+        request = Request(s.prompt_ids + s.response_ids[:a], sample_seed(sample_seed(0, i), 1))
+        (miss,) = made.generate([request], 200, 1.0, 0)
+        assert miss.response_ids == s.response_ids[a:b] and torch.equal(miss.logprobs, s.logprobs[a:b])
+
+
+def test_other_sequences_do_not_wait_for_a_tool_nor_change(stopping):
+    made, _ = stopping
+    released, during = threading.Event(), []
+
+    def slow(turn_ids, turn):
+        if turn == 0:
+            during.append(threading.current_thread().name)
+            assert released.wait(20)
+        return tool(turn_ids, turn)
+
+    step = made.engine.step
+
+    def step_and_release():
+        outputs = step()
+        if len(during) >= 4 and not made.engine.has_unfinished_requests():
+            released.set()  # all that can go on has ended
+        return outputs
+
+    quick = made.generate(requests(8), 64, 1.0, 0)
+    made.engine.step = step_and_release
+    try:
+        late = made.generate([*requests(4, follow_up=slow), *requests(8)[4:]], 64, 1.0, 0)
+    finally:
+        made.engine.step = step
+    assert len(set(during)) == 4 and all(name.startswith("tool") for name in during)  # in parallel
+    for a, b in zip(quick, late):
+        assert a.response_ids == b.response_ids and torch.equal(a.logprobs, b.logprobs)
+
+
+def test_ids_are_concatenated_not_retokenised(stopping):
+    from tokenizers import Tokenizer, models
+
+    core = Tokenizer(models.BPE({"a": 60, "b": 61, "ab": 62, "?": 63}, merges=[("a", "b")], unk_token="?"))
+    pieces = [60, 61]  # not what its text is encoded to
+    assert core.encode("ab").ids == [62]
+    assert "".join(core.id_to_token(i) for i in pieces) == "".join(core.id_to_token(i) for i in [62])
+    made, learner = stopping
+    for ids in (pieces, [62]):
+        samples = made.generate(requests(4, follow_up=lambda turn_ids, turn: ids if turn == 0 else None), 64, 1.0, 0)
+        two = [s for s in samples if 0 in s.mask]
+        assert two
+        for s in two:
+            _, a, b = spans(s.mask)[1]
+            assert s.response_ids[a:b] == ids
+        mask = torch.tensor([m for s in samples for m in s.mask], dtype=torch.bool)
+        assert torch.equal(learner.score(samples)[0].detach()[mask], torch.cat([s.logprobs for s in samples])[mask])
+
+
+def test_limits(stopping):
+    made, _ = stopping
+    endless = lambda turn_ids, turn: [99] * 5  # noqa: E731
+    for s in made.generate(requests(8, follow_up=endless), 40, 1.0, 0):  # of sampled tokens; the tool's do not count
+        assert sum(s.mask) == 40 and s.finish == "length" and s.mask[-1] == 1
+    for s in made.generate(requests(2, length=900, follow_up=endless), 1000, 1.0, 0):  # the context
+        assert 1024 - 6 <= len(s.prompt_ids + s.response_ids) <= 1024 and s.finish == "length"
+    (s,) = made.generate([Request([1, 2, 3], 0, lambda turn_ids, turn: [] if turn == 0 else None)], 64, 1.0, 0)
+    assert spans(s.mask) == [(1, 0, len(s.mask))] and sum(i in STOPS for i in s.response_ids) == 2  # nothing to add: it goes on
+
+
+def test_an_exception_in_a_tool_is_not_swallowed(stopping):
+    made, _ = stopping
+
+    def broken(turn_ids, turn):
+        raise OSError("the tool is gone")
+
+    with pytest.raises(OSError, match="the tool is gone"):
+        made.generate(requests(2, follow_up=broken), 64, 1.0, 0)
+    for output in iter(made.engine.has_unfinished_requests, False):
+        made.engine.step()
+
+
+def test_tool_tokens_are_not_trained_on(stopping):
+    """No gradient, no ratio, not counted in T_i, no metric."""
+    made, learner = stopping
+    samples = made.generate(requests(8), 64, 1.0, 0)
+    for i, s in enumerate(samples):
+        s.group, s.reward = i // 4, float(i % 4 == 0)
+    logp, _ = learner.score(samples)
+    mask = torch.tensor([m for s in samples for m in s.mask], dtype=torch.bool)
+    owner = torch.repeat_interleave(torch.arange(8), torch.tensor([len(s.mask) for s in samples]))
+    logmu = torch.cat([s.logprobs for s in samples])
+    logmu[~mask] = 1e30  # must not be looked at
+    w, valid, rejected = token_weights(logp.detach(), logmu, mask, owner, Gates("token"))
+    assert not w[~mask].any() and not valid[~mask].any() and not rejected[~mask].any()
+    assert batch_metrics(samples, 0)["tokens"] == int(mask.sum())
+    assert batch_metrics(samples, 0)["tool_calls"] == sum(len(spans(s.mask)) // 2 for s in samples) / 8
+
+    # The update's gradient is that of the loss written out over sampled tokens alone.
+    loss = 0.0
+    for i, (s, a) in enumerate(zip(samples, advantages(samples))):
+        sampled = [t for t in range(len(s.mask)) if s.mask[t]]
+        mine = logp[owner == i]
+        loss = loss - a / 8 / len(sampled) * sum(mine[t] for t in sampled)  # ratios are 1
+    loss.backward()
+    expected = torch.cat([p.grad.float().flatten() for p in learner.params.values()])
+    learner.model.zero_grad()
+    learner.max_grad_norm, weights = 0, learner.weights()
+    metrics = learner.update(samples, 0, weights_of=lambda v: weights)
+    assert metrics["nonfinite"] == 0 and metrics["mismatch_max"] == 0 and metrics["ratio_max"] == 1
+    # the same sums in another order, each rounded to bfloat16 on its way
+    assert (learner.master.grad - expected).norm() < 0.01 * expected.norm()
+
+
+def test_stop_strings_end_a_turn(base_model):
+    """The base model's worked sum, a running total a turn: the tool writes nothing, or the letter x."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    made = Engine(str(base_model), "bfloat16", "aligned", 1024, 8, {tokenizer.eos_token_id}, stop=(" ",))
+    learner = Learner(str(base_model), "bfloat16")
+    made.load(learner.weights(), 0)
+    prompt, x = tokenizer.encode("3+8+5+9="), tokenizer.encode("x")
+    seen = []
+
+    def follow_up(turn_ids, turn):
+        seen.append(tokenizer.decode(turn_ids))
+        return None if turn_ids[-1] == tokenizer.eos_token_id else x if turn == 0 else []
+
+    samples = made.generate([Request(prompt, 5, follow_up), Request(prompt, 5)], 48, 1.0, 0)
+    assert all(text.endswith(" ") and text.count(" ") == 1 for text in seen if not text.endswith("<eos>")) and len(seen) > 1
+    assert samples[0].mask.count(0) == 1 and 0 not in samples[1].mask and samples[0].finish == samples[1].finish == "stop"
+    assert samples[1].response_ids[: len(tokenizer.encode(seen[0]))] == tokenizer.encode(seen[0])
+    mask = torch.tensor([m for s in samples for m in s.mask], dtype=torch.bool)
+    assert torch.equal(learner.score(samples)[0].detach()[mask], torch.cat([s.logprobs for s in samples])[mask])
