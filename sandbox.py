@@ -27,8 +27,8 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of 
 # (RLIMIT_NPROC is not applied to root) or memory that RLIMIT_AS does not count; ways out (the network namespace does not hold
 # vsock, which reaches a virtual machine's host); and getrandom, so that seeds come from /dev/urandom, which is /dev/zero there.
 DENIED = dict(
-    clone=(56, 220), clone3=(435, 435), fork=(57, None), vfork=(58, None),
-    memfd_create=(319, 279), shmget=(29, 194), semget=(64, 190), msgget=(68, 186), mq_open=(240, 180), io_uring_setup=(425, 425),
+    clone=(56, 220), clone3=(435, 435), fork=(57, None), vfork=(58, None), memfd_create=(319, 279), memfd_secret=(447, 447),
+    shmget=(29, 194), semget=(64, 190), msgget=(68, 186), mq_open=(240, 180), io_uring_setup=(425, 425),
     socket=(41, 198), ptrace=(101, 117), process_vm_readv=(310, 270), process_vm_writev=(311, 271), unshare=(272, 97),
     keyctl=(250, 219), add_key=(248, 217), request_key=(249, 218), bpf=(321, 280), perf_event_open=(298, 241), syslog=(103, 116),
     getrandom=(318, 278),
@@ -97,8 +97,8 @@ def run_python(code: str, timeout: float = 5.0, memory_mb: int = 512, unsafe: bo
 def _bubblewrap(home: str) -> list[str]:
     """The bwrap command up to the program to run. `home` holds main.py."""
     prefix, site = os.path.realpath(sys.base_prefix), sysconfig.get_path("platlib")
-    command = (f"bwrap --unshare-all --die-with-parent --hostname sandbox --size {TMP_BYTES} --tmpfs /tmp --chdir /tmp "
-               "--dev-bind /dev/null /dev/null --dev-bind /dev/zero /dev/zero --dev-bind /dev/zero /dev/urandom").split()  # fmt: skip
+    command = (f"bwrap --unshare-all --cap-drop ALL --die-with-parent --hostname sandbox --size {TMP_BYTES} --tmpfs /tmp "
+               "--chdir /tmp --dev-bind /dev/null /dev/null --dev-bind /dev/zero /dev/zero --dev-bind /dev/zero /dev/urandom").split()  # fmt: skip
     # only parts of /usr and of Python's folder: projects live under /usr/src, passwords in a pip.conf
     paths = ["/usr/bin", "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"]
     mounts = [(path, path) for path in [*paths, f"{prefix}/bin", f"{prefix}/lib"]]
