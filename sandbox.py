@@ -5,7 +5,6 @@ thread, so the limit on its address space is the limit on its memory. It has no 
 seed, addresses and random seeds are the same in every call: a program that does not ask for the time has one output.
 """
 
-import contextlib
 import os
 import re
 import select
@@ -20,7 +19,8 @@ SHOWN_OUTPUT = 8192  # bytes; the middle of longer output is left out
 FILE_BYTES = 4 << 20  # of any one file, the output among them
 TMP_BYTES = 64 << 20  # of all files in the program's /tmp
 PACKAGES = ("numpy", "numpy.libs", "sympy", "mpmath")  # what it can import besides the standard library
-ENV = dict(PATH="/usr/bin:/bin", HOME="/tmp", LANG="C.UTF-8", PYTHONPATH="/packages", PYTHONHASHSEED="0", OPENBLAS_NUM_THREADS="1")
+ENV = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONPATH": "/packages", "PYTHONHASHSEED": "0",
+       "OPENBLAS_NUM_THREADS": "1"}  # numpy would start threads; fmt: skip
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of DENIED, AUDIT_ARCH of linux/audit.h
 
 # System calls that fail with EPERM, by their numbers on x86_64 and aarch64: those that make processes and threads
@@ -30,8 +30,8 @@ DENIED = dict(
     clone=(56, 220), clone3=(435, 435), fork=(57, None), vfork=(58, None), memfd_create=(319, 279), memfd_secret=(447, 447),
     shmget=(29, 194), semget=(64, 190), msgget=(68, 186), mq_open=(240, 180), io_uring_setup=(425, 425),
     socket=(41, 198), ptrace=(101, 117), process_vm_readv=(310, 270), process_vm_writev=(311, 271), unshare=(272, 97),
-    keyctl=(250, 219), add_key=(248, 217), request_key=(249, 218), bpf=(321, 280), perf_event_open=(298, 241), syslog=(103, 116),
-    getrandom=(318, 278),
+    keyctl=(250, 219), add_key=(248, 217), request_key=(249, 218), bpf=(321, 280), perf_event_open=(298, 241),
+    syslog=(103, 116), getrandom=(318, 278),
 )  # fmt: skip
 
 
@@ -42,8 +42,8 @@ def require_sandbox(unsafe: bool) -> None:
     except (OSError, KeyError) as error:  # no bwrap; a machine that is not in MACHINES
         said = str(error)
     if (said := " ".join(said.split())) != "ready":
-        raise ValueError(f"the sandbox does not work here ({said}): apt-get install bubblewrap (0.7 or newer, {' or '.join(MACHINES)}) "
-                         "and allow user namespaces, which containers often forbid; or use --unsafe-sandbox")  # fmt: skip
+        raise ValueError(f"the sandbox does not work here ({said}): apt-get install bubblewrap (0.7 or newer; {', '.join(MACHINES)}), "
+                         "allow user namespaces (containers often forbid them), or use --unsafe-sandbox")  # fmt: skip
 
 
 def run_python(code: str, timeout: float = 5.0, memory_mb: int = 512, unsafe: bool = False) -> str:
@@ -54,20 +54,18 @@ def run_python(code: str, timeout: float = 5.0, memory_mb: int = 512, unsafe: bo
     """
     limits = {"as": memory_mb << 20, "cpu": int(timeout) + 2, "fsize": FILE_BYTES, "stack": 8 << 20, "nofile": 64, "core": 0}
     command = ["prlimit", *(f"--{name}={value}:{value}" for name, value in limits.items())]  # soft:hard
-    with contextlib.ExitStack() as stack:
-        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True))
-        # a file, not a pipe: endless output ends at the file size limit, always at the same byte, and nobody has to read along
-        main, output, denied = [stack.enter_context(open(f"{home}/{name}", "wb+", 0)) for name in ("main.py", "output", "denied")]
+    with (tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as home, open(f"{home}/main.py", "wb", 0) as main,
+          open(f"{home}/output", "wb+") as output, open(f"{home}/denied", "wb+") as denied):  # fmt: skip
         main.write(code.encode(errors="replace"))
         if unsafe:
             command += [sys.executable, "-u", "main.py"]
         else:
-            denied.write(_seccomp_filter())
-            denied.seek(0)
+            os.pwrite(denied.fileno(), _seccomp_filter(), 0)  # bubblewrap reads on from where the file stands: 0
             command = [*_bubblewrap(home), "--seccomp", str(denied.fileno()), *command]
             command += ["setarch", "-R", os.path.realpath(sys.executable), "-u", "-s", "main.py"]  # -R: fixed addresses
-        # A session without a terminal, of which killpg reaches every part at any time, process 1 of the sandbox included; with
-        # bwrap --new-session it would not. No preexec_fn: other threads run.
+        # Output goes to a file, not a pipe: the limit on files ends it, at the same byte on every run. The session has no
+        # terminal, and killpg reaches all of it: with bwrap --new-session, a call that is stopped while bwrap is setting up can
+        # leave its program running. No preexec_fn: other threads run.
         process = subprocess.Popen(command, cwd=home, env=ENV, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                                    pass_fds=[denied.fileno()], start_new_session=True)  # fmt: skip
         ended, poller = os.pidfd_open(process.pid), select.poll()
@@ -87,7 +85,8 @@ def run_python(code: str, timeout: float = 5.0, memory_mb: int = 512, unsafe: bo
     elif not notes and status and "MemoryError" in text.rstrip().rpartition("\n")[2]:
         notes = [f"ran out of memory, {memory_mb} MB"]
     if len(data := text.encode()) > SHOWN_OUTPUT:
-        text = "\n[...]\n".join(half.decode(errors="ignore") for half in (data[: SHOWN_OUTPUT // 2], data[-SHOWN_OUTPUT // 2 :]))
+        halves = data[: SHOWN_OUTPUT // 2], data[-SHOWN_OUTPUT // 2 :]
+        text = "\n[...]\n".join(half.decode(errors="ignore") for half in halves)
         notes.append(f"output cut in the middle, {SHOWN_OUTPUT} of {len(data)} bytes shown")
     if notes:
         text += "\n" * (text[-1:] not in ("", "\n")) + f"[{'; '.join(notes)}]\n"
@@ -97,8 +96,8 @@ def run_python(code: str, timeout: float = 5.0, memory_mb: int = 512, unsafe: bo
 def _bubblewrap(home: str) -> list[str]:
     """The bwrap command up to the program to run. `home` holds main.py."""
     prefix, site = os.path.realpath(sys.base_prefix), sysconfig.get_path("platlib")
-    command = (f"bwrap --unshare-all --cap-drop ALL --die-with-parent --hostname sandbox --size {TMP_BYTES} --tmpfs /tmp "
-               "--chdir /tmp --dev-bind /dev/null /dev/null --dev-bind /dev/zero /dev/zero --dev-bind /dev/zero /dev/urandom").split()  # fmt: skip
+    command = (f"bwrap --unshare-all --cap-drop ALL --die-with-parent --hostname sandbox --size {TMP_BYTES} --tmpfs /tmp --chdir /tmp "
+               "--dev-bind /dev/null /dev/null --dev-bind /dev/zero /dev/zero --dev-bind /dev/zero /dev/urandom").split()  # fmt: skip
     # only parts of /usr and of Python's folder: projects live under /usr/src, passwords in a pip.conf
     paths = ["/usr/bin", "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"]
     mounts = [(path, path) for path in [*paths, f"{prefix}/bin", f"{prefix}/lib"]]

@@ -1,4 +1,4 @@
-"""The sandbox: what programs may do, and attacks. Each attack says what it managed, is over in time and leaves nothing behind."""
+"""The sandbox: attacks, none of which gets out, overstays or leaves something behind; and what honest programs may do."""
 
 import os
 import pathlib
@@ -25,11 +25,11 @@ def bubblewrap():
 
 
 def left_behind() -> set[str]:
-    """The sandboxed programs that run on this machine, as seen from outside."""
+    """The sandboxed programs and the bubblewraps that run on this machine, as seen from outside."""
     found = set()
     for cmdline in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if cmdline.read_bytes().endswith(b"\0-u\0-s\0main.py\0"):
+            if cmdline.read_bytes().endswith(b"\0-u\0-s\0main.py\0"):  # which the command of bubblewrap does, too
                 found.add(cmdline.parent.name)
         except OSError:  # it ended meanwhile
             pass
@@ -82,16 +82,15 @@ for path in ("{folder}", "{project}", "/home", "/srv", "/usr/src"):
     attempt("list", os.listdir, path)
 """, r"\A(.*FileNotFoundError.*\n){12}\Z"),
     "write outside": ("""
-places = ["/", "/usr", "/usr/bin", "/usr/lib", "/etc", "/dev", "/dev/shm", "/packages", "/packages/numpy", "/root", os.path.dirname(os.__file__),
-          os.path.dirname("{secret_file}"), "/tmp/.."]
-for place in places:
+places = ["/", "/usr", "/usr/bin", "/usr/lib", "/etc", "/dev", "/dev/shm", "/packages", "/packages/numpy", "/root", "/tmp/.."]
+for place in [*places, "{folder}", os.path.dirname(os.__file__)]:
     attempt("write", open, place + "/planted", "w")
     attempt("folder", os.mkdir, place + "/planted")
 attempt("program", open, "/tmp/main.py", "a")
 attempt("chmod", os.chmod, "/tmp/main.py", 0o777)
 attempt("remove", os.remove, "/tmp/main.py")
 attempt("python", open, sys.executable, "r+b")
-""", r"\A(.*(Read-only file system|No such file).*\n){26}(.*(Read-only|busy).*\n){3}.*(Read-only|Text file busy).*\n\Z"),
+""", r"\A(.*(Read-only file system|No such file).*\n){26}(.*(Read-only|busy|denied).*\n){4}\Z"),
     "fork bomb": ("while True: os.fork()", "PermissionError"),
     "patient fork bomb": ("""
 while True:
@@ -165,7 +164,9 @@ attempt("real time", os.sched_setscheduler, 0, os.SCHED_FIFO, os.sched_param(1))
     "sleep": ("import time; print('so far'); time.sleep(10**6)", r"\Aso far\n" + TIMED_OUT),
     "stop itself": ("os.kill(os.getpid(), signal.SIGSTOP)", r"\A" + TIMED_OUT),
     "never exits": ("import atexit; atexit.register(lambda: threading.Event().wait())", r"\A" + TIMED_OUT),
-    "endless output": ("while True: print('0123456789' * 1000)", r"(?s)\A01234567.*\n\[\.\.\.\]\n.*\[output cut in the middle, 8192 of 4\d{6} bytes shown\]\n\Z"),
+    "endless output": ("""
+while True: print("0123456789" * 1000)
+""", r"(?s)\A01234567.*\n\[\.\.\.\]\n.*\[output cut in the middle, 8192 of 4\d{6} bytes shown\]\n\Z"),
     "endless output that ignores errors": ("""
 while True:
     try: os.write(2, b"x" * 999)
@@ -190,7 +191,9 @@ print(repr(x))
     "crash": ("print('so far', end=''); ctypes.string_at(0)", r"\Aso far\n\[killed by SIGSEGV\]\n\Z"),
     "abort": ("os.abort()", r"\A\[killed by SIGABRT\]\n\Z"),
     "binary output": ("os.write(1, bytes(range(256)))", r"\A\ufffd{9}\t\n\ufffd{2}\n\ufffd{18} !"),
-    "control characters": ("print('\\x1b[2J\\x1b]0;title\\x07\\x9b1m \\u202etxt\\u2066 \\r50%\\r\\n\u00e9')", "\\A\ufffd\\[2J\ufffd]0;title\ufffd\ufffd1m \ufffdtxt\ufffd \n50%\n\u00e9\n\\Z"),
+    "control characters": ("""
+print("\\x1b[2J\\x1b]0;title\\x07\\x9b1m \\u202etxt\\u2066 \\r50%\\r\\n")
+""", r"\A\ufffd\[2J\ufffd\]0;title\ufffd\ufffd1m \ufffdtxt\ufffd \n50%\n\n\Z"),
     "symlinks out of /tmp": ("""
 for target in ("{secret_file}", "{project}/README.md", "/proc/{pid}/root", "../../../etc/passwd"):
     os.symlink(target, "/tmp/link")
@@ -219,7 +222,8 @@ attempt("host name", socket.sethostname, "x")
 """, r"\A(.*Operation not permitted.*\n){8}\Z"),
     "more rights": ("""
 print("no new privileges:", libc.prctl(39, 0, 0, 0, 0))
-print("capabilities:", sum(libc.prctl(47, 1, c, 0, 0) == 1 for c in range(41)), sum(libc.prctl(23, c, 0, 0, 0) == 1 for c in range(41)))
+held, bounding = [sum(libc.prctl(*which, c, 0, 0) == 1 for c in range(41)) for which in ((47, 1), (23,))]
+print("capabilities:", held, bounding)
 attempt("user", os.setuid, os.getuid() + 1)
 attempt("groups", os.setgroups, [0])
 """, r"\Ano new privileges: 1\ncapabilities: 0 0\nuser .*\ngroups .*Operation not permitted\n\Z"),
@@ -279,15 +283,16 @@ def test_attack(name, tmp_path, monkeypatch):
 
 
 def test_attacks_run_side_by_side_and_honest_programs_beside_them():
-    names = ["patient fork bomb", "many small objects", "endless loop", "endless output", "signals to the parent", "outlive the kill"]
-    attacks = [(TRY + ATTACKS[name][0]).format(pid=os.getpid(), group=os.getpgid(0)) for name in names]
+    endless = ["patient fork bomb", "endless loop", "outlive the kill"]
+    names = endless + ["many small objects", "endless output", "signals to the parent"]
+    attacks = {name: (TRY + ATTACKS[name][0]).format(pid=os.getpid(), group=os.getpgid(0)) for name in names}
     before = left_behind()
     with ThreadPoolExecutor(12) as pool:
-        attacked = [pool.submit(run_python, code, 2) for code in attacks]
+        attacked = [pool.submit(run_python, code, 2 if name in endless else 20) for name, code in attacks.items()]
         honest = [pool.submit(run_python, f"print({i} ** 2)", 20) for i in range(30)]
         assert [task.result() for task in honest] == [f"{i ** 2}\n" for i in range(30)]
         for name, task in zip(names, attacked):
-            assert re.search(r"timed out after 2 s" if "timed out" in ATTACKS[name][1] else ATTACKS[name][1], task.result()), name
+            assert re.search(r"\[timed out after 2 s\]\n\Z" if name in endless else ATTACKS[name][1], task.result()), name
     time.sleep(0.5)
     assert not left_behind() - before
 
@@ -302,14 +307,10 @@ def test_calls_run_in_parallel():
 
 def test_nothing_outlives_a_call_that_is_stopped_while_the_sandbox_is_being_set_up():
     before = left_behind()
-    for milliseconds in range(1, 61, 2):
-        assert "timed out" in run_python("import time; time.sleep(10**6)", milliseconds / 1000)
+    for i in range(150):  # with bwrap --new-session one in ten stayed
+        assert "timed out" in run_python("import time; time.sleep(10**6)", timeout=0.0005 * (i % 50))
     time.sleep(0.5)
     assert not left_behind() - before
-    commands = [path.read_bytes() for path in pathlib.Path("/proc/self/task").glob("*/children")]
-    assert not b"".join(commands).strip() or b"bwrap" not in b"".join(
-        pathlib.Path(f"/proc/{child}/cmdline").read_bytes() for child in b" ".join(commands).decode().split()
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -320,7 +321,7 @@ def test_output_is_what_the_program_prints_in_order():
     code = "import sys\nprint(1)\nprint(2, file=sys.stderr)\nprint(3, end='')\nsys.stderr.write('4')\nprint(5)"
     assert run_python(code) == "1\n2\n345\n"
     assert run_python("") == run_python("exit(3)") == ""
-    assert run_python("print('\u00e9\u221a\U0001f600')") == "\u00e9\u221a\U0001f600\n"
+    assert run_python("print('é√😀')") == "é√😀\n"
 
 
 def test_a_traceback_shows_the_line():
@@ -331,9 +332,9 @@ def test_a_traceback_shows_the_line():
     assert "EOFError" in run_python("input()")
 
 
-@pytest.mark.parametrize("code", ["\0", "print(", "\ud800", "x = '\ud800'", "# -*- coding: klingon -*-", "#" * 10**7, "(" * 10**5], ids=ascii)
+@pytest.mark.parametrize("code", ["x = '\0", "print(", "\ud800 x", "# coding: klingon", "(" * 10**5], ids=lambda code: ascii(code[:9]))
 def test_code_that_is_no_program_does_not_raise(code):
-    assert isinstance(run_python(code[:200] if len(code) < 200 else code), str)
+    assert "Error" in run_python(code)
 
 
 def test_long_output_is_cut_in_the_middle():
@@ -345,18 +346,18 @@ def test_long_output_is_cut_in_the_middle():
     assert len(run_python("print('\u20ac' * 10000)").encode()) < 8192 + 100  # bytes, whole characters only
 
 
-def test_numpy_and_sympy_can_be_imported_and_our_other_packages_cannot():
-    code = "import numpy, sympy\nprint(numpy.linalg.inv(2 * numpy.eye(300)).sum(), sympy.integrate(sympy.sin(sympy.Symbol('x'))))"
-    assert run_python(code, timeout=60) == "150.0 -cos(x)\n"
-    for name in ("torch", "vllm", "pytest", "sandbox"):
-        assert f"No module named '{name}'" in run_python(f"import {name}")
+def test_numpy_and_sympy_can_be_imported_and_this_project_cannot():
+    code = "import numpy, sympy\nprint(numpy.linalg.inv(2 * numpy.eye(300)).sum(), sympy.factorint(91))"
+    assert run_python(code, timeout=60) == "150.0 {7: 1, 13: 1}\n"
+    assert "No module named 'sandbox'" in run_python("import sandbox")
 
 
 def test_one_program_has_one_output():
     code = """
 import numpy, os, random, tempfile, uuid
-print(object(), id(print), hash("x"), {"a", "b", "c"}, random.random(), random.SystemRandom().random(), os.urandom(4), uuid.uuid4())
-print(numpy.random.rand(), numpy.random.default_rng().random(), tempfile.mktemp(), os.getpid(), os.getcwd(), os.uname().nodename, dict(os.environ))
+print(object(), id(print), hash("x"), {"a", "b", "c"}, os.getpid(), os.getcwd(), os.uname().nodename, os.environ)
+print(random.random(), random.SystemRandom().random(), os.urandom(4), uuid.uuid4(), tempfile.mktemp())
+print(numpy.random.rand(), numpy.random.default_rng().random())
 """
     with ThreadPoolExecutor(4) as pool:
         outputs = set(pool.map(lambda _: run_python(code, timeout=60), range(8)))
