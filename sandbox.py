@@ -42,7 +42,7 @@ def require_sandbox(unsafe: bool) -> None:
     except (OSError, KeyError) as error:  # no bwrap; a machine that is not in MACHINES
         said = str(error)
     if (said := " ".join(said.split())) != "ready":
-        raise ValueError(f"the sandbox does not work here ({said}): apt-get install bubblewrap (0.7 or newer; {', '.join(MACHINES)}), "
+        raise ValueError(f"the sandbox does not work here ({said}): apt-get install bubblewrap (0.7 or newer, for x86_64 or aarch64), "
                          "allow user namespaces (containers often forbid them), or use --unsafe-sandbox")  # fmt: skip
 
 
