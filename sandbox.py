@@ -1,8 +1,8 @@
 """Runs Python that a model wrote: bubblewrap's namespaces, a seccomp filter and resource limits. Linux only.
 
 The program sees Python's standard library, numpy and sympy, read-only, and a /tmp of its own. It is one process with one
-thread, so the limit on its address space is the limit on its memory. It has no network, no /proc and nothing of ours. Hash
-seed, addresses and random seeds are the same in every call: a program that does not ask for the time has one output.
+thread, so the limits on its address space and on its /tmp bound its memory. It has no network, no /proc and nothing of ours.
+Hash seed, addresses and random seeds are the same in every call: a program that does not ask for the time has one output.
 """
 
 import os

@@ -388,7 +388,7 @@ print(numpy.random.rand(), numpy.random.default_rng().random())
 
 
 def test_memory_and_time_can_be_set():
-    code = "x = bytearray(600 << 20); print('fits')"
+    code = "x = bytes(600 << 20); print('fits')"
     assert "[ran out of memory, 512 MB]" in run_python(code) and run_python(code, memory_mb=1024) == "fits\n"
     assert run_python("while True: pass", timeout=0.5) == "[timed out after 0.5 s]\n"
 
