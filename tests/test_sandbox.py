@@ -326,10 +326,10 @@ def test_nothing_outlives_a_call_that_is_stopped_while_the_sandbox_is_being_set_
     wait_until(lambda: not left_behind())
 
 
-def test_nothing_outlives_a_run_that_is_killed():
+def test_nothing_outlives_a_run_that_is_killed(tmp_path):
     code = f"import sys; sys.path.insert(0, {str(PROJECT)!r}); import sandbox; sandbox.ENV['SANDBOX_TEST'] = '{MARK}'; "
     code += "sandbox.run_python('while True: pass', timeout=600)"
-    run = subprocess.Popen([sys.executable, "-c", code])
+    run = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
     wait_until(lambda: any("python" in name for name in left_behind()))
     run.kill()
     run.wait()
