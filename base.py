@@ -1,7 +1,8 @@
-"""The small embedded base model of the default run: Qwen3 architecture, 0.8M parameters, one token per character.
+"""The small embedded base models: Qwen3 architecture, 0.8M parameters, one token per character.
 
-It is warm-started on worked additions in which three steps in twenty slip, so it knows the format, is right about half of the
-time, and has something to gain from reinforcement learning on nearly every prompt. `python base.py` makes it and measures it.
+"base" is warm-started on worked additions in which three steps in twenty slip, so it knows the format, is right about half of
+the time, and has something to gain from reinforcement learning on nearly every prompt. "base-calc" has seen sums of larger
+numbers that are mostly guessed, wrongly, and now and then handed to Python. `python base.py` makes one and measures it.
 """
 
 import argparse
@@ -20,12 +21,18 @@ MODEL = dict(
     initializer_range=0.06,  # with the usual 0.02 the same warm start gets 0.87 right when greedy, with this 0.97
     intermediate_size=384, max_position_embeddings=1024, tie_word_embeddings=True,
 )  # fmt: skip
-WARM_START = dict(
-    version=1,  # of everything below that these settings do not say; a new number makes a new folder
-    difficulty=4,
-    slip=0.15,  # chance that a running total in the data is wrong
-    steps=300, batch=64, lr=3e-3,
-)  # fmt: skip
+WARM_START = {  # by task; version: of everything below that these settings do not say; a new number makes a new folder
+    "arith": dict(
+        version=1, difficulty=4,
+        slip=0.15,  # chance that a running total in the data is wrong
+        steps=300, batch=64, lr=3e-3,
+    ),
+    "calc": dict(
+        version=1, difficulty=3,
+        tool=0.3,  # share of the data that calls the tool; the rest guesses
+        steps=300, batch=64, lr=3e-3,
+    ),
+}  # fmt: skip
 
 
 def cache_dir() -> pathlib.Path:
@@ -33,12 +40,12 @@ def cache_dir() -> pathlib.Path:
     return pathlib.Path(os.environ.get("REINFORCE_ZERO_CACHE") or "~/.cache/reinforce-zero").expanduser()
 
 
-def make_base(seed: int = 0, progress: bool = True) -> pathlib.Path:
-    """The folder of the base model (Hugging Face format, bfloat16), made first if the cache lacks it (about a minute).
+def make_base(task: str = "arith", seed: int = 0, progress: bool = True) -> pathlib.Path:
+    """The folder of a task's base model (Hugging Face format, bfloat16), made first if the cache lacks it (about a minute).
 
     The same seed gives the same files byte for byte on the same kind of CPU. `progress` shows a progress bar.
     """
-    key = hashlib.sha256(json.dumps([ALPHABET, MODEL, WARM_START, seed]).encode()).hexdigest()[:8]
+    key = hashlib.sha256(json.dumps([ALPHABET, MODEL, WARM_START[task], seed]).encode()).hexdigest()[:8]
     path = cache_dir() / f"base-{key}"
     if path.exists():
         return path
@@ -47,7 +54,7 @@ def make_base(seed: int = 0, progress: bool = True) -> pathlib.Path:
     with tempfile.TemporaryDirectory(dir=cache_dir(), prefix="making-") as scratch:
         made = pathlib.Path(scratch) / "model"
         tokenizer = make_tokenizer()
-        model = warm_start(tokenizer, seed, progress)
+        model = warm_start(tokenizer, task, seed, progress)
         model.save_pretrained(made)
         tokenizer.save_pretrained(made)
         try:
@@ -93,16 +100,26 @@ def worked_sum(prompt: str, rng: random.Random, slip: float) -> str:
     return f"{' '.join(map(str, totals[1:]))} \\boxed{{{totals[-1]}}}"
 
 
-def warm_start(tokenizer, seed: int, progress: bool):
-    """A new model trained on WARM_START's worked sums, loss on the responses only; returns it in bfloat16."""
+def tool_or_guess(prompt: str, rng: random.Random, tool: float) -> list[tuple[str, bool]]:
+    """A response to "347+862=" as (text, whether the model writes it): with probability `tool` a call of Python, its output and
+    the answer, else a guess."""
+    total = sum(map(int, prompt.rstrip("=").split("+")))
+    if rng.random() >= tool:
+        return [(f"\\boxed{{{rng.randrange(2 * total)}}}", True)]
+    call = f"```python\nprint({prompt.rstrip('=')})\n```\n"
+    return [(call, True), (f"```output\n{total}\n```\n", False), (f"\\boxed{{{total}}}", True)]
+
+
+def warm_start(tokenizer, task: str, seed: int, progress: bool):
+    """A new model trained on the task's responses as above, loss on what the model writes only; returns it in bfloat16."""
     import torch
     import torch.nn.functional as F
     from tqdm import trange
 
     from envs import load_env
 
-    recipe = WARM_START
-    env = load_env("arith", tokenizer, seed, recipe["difficulty"])
+    recipe = WARM_START[task]
+    env = load_env(task, tokenizer, seed, recipe["difficulty"])
     threads = torch.get_num_threads()
     # one thread: the order of float sums follows the thread count, so the weights would follow the machine; and on a busy
     # machine two threads wait for each other at every small operation (a batch of 128 took 0.27 s; with two, 0.15 to 4 s)
@@ -117,10 +134,14 @@ def warm_start(tokenizer, seed: int, progress: bool):
             tokens, labels = [], []
             rng = random.Random(f"warm-start/{seed}/{step}")
             for problem in env.train(step, recipe["batch"]):
-                prompt = env.prompt_ids(problem)
-                response = tokenizer.encode(worked_sum(problem.prompt, rng, recipe["slip"])) + [tokenizer.eos_token_id]
-                tokens.append(torch.tensor(prompt + response))
-                labels.append(torch.tensor([-100] * len(prompt) + response))
+                if task == "arith":
+                    parts = [(worked_sum(problem.prompt, rng, recipe["slip"]), True)]
+                else:
+                    parts = tool_or_guess(problem.prompt, rng, recipe["tool"])
+                parts = [(tokenizer.encode(text), written) for text, written in parts] + [([tokenizer.eos_token_id], True)]
+                parts.insert(0, (env.prompt_ids(problem), False))
+                tokens.append(torch.tensor([i for ids, _ in parts for i in ids]))
+                labels.append(torch.tensor([i if written else -100 for ids, written in parts for i in ids]))
             tokens = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=tokenizer.pad_token_id)  # [B, L]
             labels = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)  # [B, L]
             # padding is on the right, where causal attention does not look, so no attention mask
@@ -162,13 +183,15 @@ def main():
     from envs import load_env
 
     parser = argparse.ArgumentParser(description="Make the small base model (kept in $REINFORCE_ZERO_CACHE) and measure it.")
+    parser.add_argument("--task", default="arith", choices=list(WARM_START), help="arith: base; calc: base-calc")
     parser.add_argument("--seed", type=int, default=0, help="another seed makes another model")
-    path = make_base(parser.parse_args().seed)
+    args = parser.parse_args()
+    path = make_base(args.task, args.seed)
     print(path)
 
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")  # float32 is the quicker on a CPU
-    env = load_env("arith", tokenizer, difficulty=WARM_START["difficulty"])
+    env = load_env(args.task, tokenizer, difficulty=WARM_START[args.task]["difficulty"])
     problems = env.heldout(512)
     responses = sample(model, tokenizer, [env.prompt_ids(p) for p in problems])
     solved = sum(env.reward(p, r) for p, r in zip(problems, responses)) / len(problems)

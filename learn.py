@@ -24,7 +24,7 @@ class Gates:
 
     gate "seq" drops a response whose mean of (w - 1 - log w) exceeds `threshold` (default 0.01, verl's seq_mean_k3);
     "token" drops tokens whose ratio leaves [low, high] (default [0.5, 5.0], IcePop, arXiv 2510.18855);
-    ratio_cap truncates w from above.
+    ratio_cap truncates w from above; without importance_sampling w is 1, as if samples were not old.
     """
 
     gate: str = "none"
@@ -32,6 +32,7 @@ class Gates:
     low: float = 0.5
     high: float = 5.0
     ratio_cap: float | None = None
+    importance_sampling: bool = True
 
 
 class MismatchError(RuntimeError):
@@ -67,6 +68,8 @@ def token_weights(logp, logmu, mask, owner, gates: Gates):
     elif gates.gate == "token":
         rejected = valid & ((ratio < gates.low) | (ratio > gates.high))
     weights = ratio if gates.ratio_cap is None else ratio.clamp(max=gates.ratio_cap)
+    if not gates.importance_sampling:
+        weights = torch.ones_like(ratio)
     return torch.where(valid & ~rejected, weights, 0.0), valid, rejected
 
 

@@ -34,11 +34,15 @@ class Config:
     """Train a language model by REINFORCE with rollouts up to --lag updates old."""
 
     model: str = "base"
-    """"base" (a small model made here), a local Hugging Face folder, or a hub name."""
+    """"base" (a small model made here for the task), a local Hugging Face folder, or a hub name."""
     env: str = "arith"
     """Task; see envs.py."""
-    difficulty: str = "4"
-    """Setting of the task; arith: number of terms of a sum, or "words" for chat models."""
+    difficulty: str = ""
+    """Setting of the task; arith: number of terms of a sum (4), or "words" for chat models; calc: digits of a number (3)."""
+    max_turns: int = 4
+    """Of a response in a task with tools: turns that the model writes, with what the tool gave in between."""
+    unsafe_sandbox: bool = False
+    """Run the programs that the model writes without bubblewrap: with your rights, on your files."""
     kernels: Literal["aligned", "standard"] = "aligned"
     """aligned: rollout and learner give bit-identical log-probabilities; standard: stock vLLM and stock transformers."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -71,6 +75,8 @@ class Config:
     """Of --gate seq."""
     ratio_cap: float | None = None
     """Baseline: truncate importance ratios at this value; none by default."""
+    importance_sampling: bool = True
+    """Weigh tokens by pi / mu; without it old samples count as if they were new."""
     audit: int = 8
     """Samples per update on which kernel mismatch and policy lag are measured apart."""
     allow_mismatch: bool = False
@@ -143,16 +149,15 @@ def set_up(config: Config, run: "Run"):
     """Learner, engine, weight store, task, and the update to start with (not 0 when resuming)."""
     import torch
 
-    from envs import load_env
     from learn import Gates, Learner
     from rollout import Engine, WeightStore
 
     path, checkpoint, tokenizer = run.model_path, run.checkpoint, run.tokenizer
-    task = load_env(config.env, tokenizer, config.seed, config.difficulty)
+    task = make_task(config, tokenizer)
     learner = Learner(
         path, config.dtype, config.kernels, lr=config.lr, max_grad_norm=config.max_grad_norm,
         temperature=config.temperature, tokens_per_microbatch=config.tokens_per_microbatch, audit=config.audit,
-        gates=Gates(config.gate, config.gate_threshold, ratio_cap=config.ratio_cap),
+        gates=Gates(config.gate, config.gate_threshold, ratio_cap=config.ratio_cap, importance_sampling=config.importance_sampling),
         gradient_checkpointing=config.gradient_checkpointing, allow_mismatch=config.allow_mismatch,
     )  # fmt: skip
     store = WeightStore()
@@ -163,9 +168,16 @@ def set_up(config: Config, run: "Run"):
     engine = Engine(
         str(path), config.dtype, config.kernels, max_model_len=min(longest, 32768),
         max_seqs=min(config.prompts * config.group_size, 256), stop_ids={i for i in stop_ids if i is not None}, seed=config.seed,
+        stop=task.stop,
     )  # fmt: skip
     torch.set_num_threads(config.learner_threads or default_threads(config.lag))
     return learner, engine, store, task, start
+
+
+def make_task(config: Config, tokenizer):
+    from envs import load_env
+
+    return load_env(config.env, tokenizer, config.seed, config.difficulty, config.max_turns, config.unsafe_sandbox)
 
 
 def start_rollout(config, run, engine, store, task, start):
@@ -177,18 +189,17 @@ def start_rollout(config, run, engine, store, task, start):
     def make_requests(b):
         problems[b] = task.train(b, config.prompts)
         return [
-            Request(task.prompt_ids(p), sample_seed(config.seed, b, i, j))
+            Request(task.prompt_ids(p), sample_seed(config.seed, b, i, j), task.follow_up)
             for i, p in enumerate(problems[b])
             for j in range(config.group_size)
         ]
 
     def grade(b, samples):
         of_batch = problems.pop(b)
-        texts = run.decode(samples)
-        for i, (sample, text) in enumerate(zip(samples, texts)):
+        for i, (sample, text) in enumerate(zip(samples, run.decode(samples, tools=False))):
             sample.group = i // config.group_size
             sample.reward = float(task.reward(of_batch[sample.group], text))
-        return texts
+        return run.decode(samples)
 
     rollout = RolloutThread(
         engine, store, make_requests, grade, start=start, steps=config.steps, lag=config.lag, schedule=config.schedule,
@@ -205,11 +216,10 @@ def evaluate(config, run, rollout, store, task, version: int) -> None:
     from rollout import Request, sample_seed
 
     problems = task.heldout(config.eval_problems)
-    requests = [Request(task.prompt_ids(p), sample_seed(config.seed, "eval", i, 0)) for i, p in enumerate(problems)]
+    requests = [Request(task.prompt_ids(p), sample_seed(config.seed, "eval", i, 0), task.follow_up) for i, p in enumerate(problems)]
 
     def done(sampled_by, samples):
-        texts = run.decode(samples)
-        rewards = [task.reward(p, text) for p, text in zip(problems, texts)]
+        rewards = [task.reward(p, text) for p, text in zip(problems, run.decode(samples, tools=False))]
         length = sum(len(s.response_ids) for s in samples) / len(samples)
         run.log_eval({"version": sampled_by, "pass@1": sum(rewards) / len(rewards), "problems": len(rewards), "response_len": length})
 
@@ -224,7 +234,7 @@ def check(config: Config) -> None:
     """Raise UserError, one line that names the flag, for settings that cannot work."""
     from envs import ENVS
 
-    least = {"lag": 0, "steps": 1, "prompts": 1, "max_new_tokens": 1, "audit": 0, "tokens_per_microbatch": 1, "eval_every": 0,
+    least = {"lag": 0, "steps": 1, "prompts": 1, "max_turns": 1, "max_new_tokens": 1, "audit": 0, "tokens_per_microbatch": 1, "eval_every": 0,
              "eval_problems": 1, "save_every": 0, "seed": 0, "lr": 0.0, "max_grad_norm": 0.0, "rollout_threads": 0, "learner_threads": 0}  # fmt: skip
     for name, bound in least.items():
         if not getattr(config, name) >= bound:
@@ -261,11 +271,10 @@ def check_model(config: Config, path: pathlib.Path) -> str:
     from transformers import AutoConfig, AutoTokenizer
 
     import kernels
-    from envs import load_env
 
     try:
         model, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-        task = load_env(config.env, tokenizer, config.seed, config.difficulty)
+        task = make_task(config, tokenizer)
         if config.kernels == "aligned":
             kernels.require_supported(model)
     except (ValueError, OSError) as error:
@@ -301,12 +310,12 @@ def parameters(path: pathlib.Path) -> int:
     return total
 
 
-def resolve_model(name: str) -> pathlib.Path:
-    """A local folder for --model: the embedded base (made if need be), a folder, or a hub name (downloaded)."""
-    if name == "base":
+def resolve_model(name: str, env: str = "arith") -> pathlib.Path:
+    """A local folder for --model: an embedded base (made if need be), a folder, or a hub name (downloaded)."""
+    if name in ("base", "base-calc"):
         import base
 
-        return base.make_base()
+        return base.make_base("calc" if "calc" in (env, name[5:]) else "arith")
     path = pathlib.Path(name)
     if path.is_dir():
         if not (path / "config.json").exists():
@@ -365,9 +374,10 @@ class Run:
         self.track = tracker(config, folder)
         signal.signal(signal.SIGINT, self._on_signal)
 
-    def decode(self, samples) -> list[str]:
-        """The responses' texts."""
-        return self.tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True)
+    def decode(self, samples, tools: bool = True) -> list[str]:
+        """The responses' texts, with or without what tools wrote."""
+        ids = [s.response_ids if tools else [t for t, m in zip(s.response_ids, s.mask) if m] for s in samples]
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     # -- console
 
@@ -617,7 +627,7 @@ def open_run(args: list[str] | None) -> Run:
         folders = (pathlib.Path("runs") / (name + suffix) for suffix in ["", *(f"-{i}" for i in range(2, 10000))])
         folder = next(f for f in folders if not f.exists())
     check(config)
-    path = resolve_model(config.model)
+    path = resolve_model(config.model, config.env)
     note = check_model(config, path)
     run = Run(config, folder, path, checkpoint)
     run.say(note)
@@ -627,7 +637,7 @@ def open_run(args: list[str] | None) -> Run:
 def with_full_path(config: Config) -> Config:
     """--model as a full path if it is a folder, so that the run can be resumed from anywhere."""
     path = pathlib.Path(config.model)
-    return dataclasses.replace(config, model=str(path.resolve())) if config.model != "base" and path.is_dir() else config
+    return dataclasses.replace(config, model=str(path.resolve())) if path.is_dir() and not config.model.startswith("base") else config
 
 
 def main(args: list[str] | None = None) -> int:

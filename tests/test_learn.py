@@ -406,8 +406,9 @@ def gate_seq(ratio, ratios):
         (Gates("seq", threshold=0.04), gate_seq),
         (Gates(ratio_cap=1.1), lambda ratio, _: min(ratio, 1.1)),
         (Gates("token", low=0.8, high=1.2, ratio_cap=1.1), lambda ratio, _: min(gate_token(ratio, _), 1.1)),
+        (Gates(importance_sampling=False), lambda ratio, _: 1.0),
     ],
-    ids=["token", "seq", "ratio_cap", "token_and_cap"],
+    ids=["token", "seq", "ratio_cap", "token_and_cap", "no_importance_sampling"],
 )
 def test_gate_gives_rejected_tokens_weight_zero_and_keeps_them_in_b_and_t(path, gates, naive):
     learner, samples = new_learner(path, gates=gates), make_samples()
