@@ -173,20 +173,21 @@ def equal_folders(a, b) -> bool:
     return names == sorted(p.name for p in b.iterdir()) and filecmp.cmpfiles(a, b, names, shallow=False)[0] == names
 
 
-def test_the_base_model_is_the_same_bytes_for_the_same_seed_and_made_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize("task", ["arith", "calc"])
+def test_the_base_model_is_the_same_bytes_for_the_same_seed_and_made_once(task, tmp_path, monkeypatch):
     import torch
 
     for key, value in {"steps": 20, "batch": 4}.items():  # the recipe's shape, not its length
-        monkeypatch.setitem(base.WARM_START, key, value)
+        monkeypatch.setitem(base.WARM_START[task], key, value)
     made = []
     for name in ("a", "b"):
         monkeypatch.setenv("REINFORCE_ZERO_CACHE", str(tmp_path / name))
         torch.rand(len(made) + 1)  # the global generator's state has no say
-        made.append(base.make_base(progress=False))
+        made.append(base.make_base(task, progress=False))
     assert equal_folders(*made)
-    assert not equal_folders(made[0], base.make_base(seed=1, progress=False))
+    assert not equal_folders(made[0], base.make_base(task, seed=1, progress=False))
     monkeypatch.setattr(base, "warm_start", None)  # cannot be made again
-    assert base.make_base() == made[1]
+    assert base.make_base(task) == made[1]
     assert {p.name for p in (tmp_path / "a").iterdir()} == {made[0].name}  # no scratch left
 
 

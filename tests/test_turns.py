@@ -1,11 +1,18 @@
 """Tool use: responses of several turns. What the tool wrote is never trained on, ids are never re-tokenised, and aligned
 kernels stay exact from turn to turn."""
 
+import json
+import pathlib
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
 
+import base
+import run_async
+from envs import load_env
 from learn import Gates, Learner, advantages, batch_metrics, token_weights
 from rollout import Engine, Request, sample_seed
 
@@ -201,3 +208,88 @@ def test_stop_strings_end_a_turn(base_model):
     assert samples[1].response_ids[: len(tokenizer.encode(seen[0]))] == tokenizer.encode(seen[0])
     mask = torch.tensor([m for s in samples for m in s.mask], dtype=torch.bool)
     assert torch.equal(learner.score(samples)[0].detach()[mask], torch.cat([s.logprobs for s in samples])[mask])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# calc: the tool is Python in the sandbox
+
+
+@pytest.fixture(scope="module")
+def calc():
+    return load_env("calc", base.make_tokenizer())
+
+
+def turn(task, text, number=0):
+    """What the task goes on with after a turn: text, or None."""
+    ids = task.follow_up(task.tokenizer.encode(text), number)
+    return ids if ids is None else task.tokenizer.decode(ids)
+
+
+def test_calc_runs_the_block(calc):
+    (problem,) = calc.train(0, 1)
+    a, b = problem.prompt.rstrip("=").split("+")
+    assert int(problem.answer) == int(a) + int(b) and len(a) == len(b) == 3
+    call = f"```python\nprint({a}+{b})\n```\n"
+    assert turn(calc, call) == f"```output\n{problem.answer}\n```\n"
+    assert calc.reward(problem, call + f"\\boxed{{{problem.answer}}}<eos>") == 1
+    assert calc.reward(problem, call + f"\\boxed{{{int(problem.answer) + 1}}}<eos>") == 0
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("\\boxed{12}<eos>", None),  # an answer
+        ("so it is<eos>", None),
+        ("```python\nprint(1)\n```<eos>", "```output\n1\n```\n"),  # end of sequence instead of a newline
+        ("```python\nprint(1)\n```\n```python\nprint(2)\n```\n", "```output\n2\n```\n"),  # the last block
+        ("```python\nprint(1)\n```\n\\boxed{3}<eos>", None),  # answered after it
+        ("```\nprint(1)\n```\n", ""),  # no Python: sample on
+        ("```python\nx=1\n```\n", "```output\n\n```\n"),
+    ],
+)
+def test_which_turns_run_something(calc, text, expected):
+    assert turn(calc, text) == expected
+
+
+def test_an_error_is_output_too(calc):
+    assert "division by zero\n```\n" in turn(calc, "```python\nprint(1/0)\n```\n")
+
+
+def test_the_last_turn_runs_nothing(calc):
+    call = "```python\nprint(1)\n```\n"
+    assert turn(calc, call, calc.max_turns - 2) and turn(calc, call, calc.max_turns - 1) is None
+
+
+def test_a_special_token_that_a_program_prints_is_text(calc):
+    ids = calc.follow_up(calc.tokenizer.encode("```python\nprint('<e'+'os>')\n```\n"), 0)
+    assert calc.tokenizer.eos_token_id not in ids and calc.tokenizer.decode(ids) == "```output\n<eos>\n```\n"
+
+
+def test_a_chat_template_gets_the_output_as_the_next_message(calc, monkeypatch):
+    tokenizer = base.make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}({{ m['role'] }}: {{ m['content'] }}<eos>\n{% endfor %}{% if add_generation_prompt %}(assistant: {% endif %}"
+    )
+    monkeypatch.setattr(calc, "tokenizer", tokenizer)
+    call, rest = "```python\nprint(1)\n```", "\n(user: ```output\n1\n```\n<eos>\n(assistant: "
+    assert turn(calc, call + "\n") == "<eos>" + rest  # the template's end of a message is missing, so it is added
+    assert turn(calc, call + "<eos>") == rest
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "1+1="}, {"role": "assistant", "content": call},
+                                          {"role": "user", "content": "```output\n1\n```\n"}], add_generation_prompt=True, tokenize=False).endswith(call + "<eos>" + rest)  # fmt: skip
+
+
+def test_without_bubblewrap_the_task_refuses_to_start(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ValueError, match="bubblewrap.*--unsafe-sandbox"):
+        load_env("calc", base.make_tokenizer())
+
+
+@pytest.mark.soak
+def test_the_base_model_learns_to_call_the_tool(tmp_path):
+    """From below 0.4 to above 0.7 in ten minutes, exactly."""
+    command = [sys.executable, "run_async.py", "--env", "calc", "--max-new-tokens", "64", "--steps", "80", "--out", tmp_path / "run"]
+    subprocess.run(command, check=True, cwd=pathlib.Path(run_async.__file__).parent)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rewards = [row["reward"] for row in rows]
+    assert sum(rewards[:8]) / 8 < 0.4 and sum(rewards[-8:]) / 8 > 0.7
+    assert all(row["mismatch_max"] == 0 for row in rows) and rows[-1]["wall"] < 600
