@@ -10,6 +10,8 @@ import random
 import re
 from dataclasses import dataclass
 
+from verify import last_boxed
+
 ENVS = ("arith",)
 BOXED_INSTRUCTION = "Put your final answer within \\boxed{}."
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -30,20 +32,6 @@ def load_env(name: str, tokenizer, seed: int = 0, difficulty: int | str = 4) -> 
     if name not in ENVS:
         raise ValueError(f"--env {name} is not a task; use one of: {', '.join(ENVS)}")
     return Arith(tokenizer, seed, difficulty)
-
-
-def last_boxed(text: str) -> str | None:
-    """What the last `\\boxed{...}` of `text` holds, braces balanced; None if there is none or the last one is never closed."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    start += len("\\boxed{")
-    depth = 1
-    for i in range(start, len(text)):
-        depth += (text[i] == "{") - (text[i] == "}")
-        if depth == 0:
-            return text[start:i]
-    return None
 
 
 class Arith:
