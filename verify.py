@@ -45,7 +45,8 @@ REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\{,\}", ","),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])|\s+", " "),
     (r"(?<![\d.,])\d{1,3}(?: \d{3})+(?! ?[\d/])", lambda match: match[0].replace(" ", "")),  # thousands
-    (r"\\[dtc]?frac ?(\\[a-zA-Z]+|\w) ?(\\[a-zA-Z]+|\w)", r"\\frac{\1}{\2}"),
+    (r"\\[dtc]frac", r"\\frac"),
+    (r"\\frac ?(\\[a-zA-Z]+|\w) ?(\\[a-zA-Z]+|\w)", r"\\frac{\1}{\2}"),
     (r"(?<![\d.])(\d+) (\d+) ?/ ?(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
     (r"(?<=\d)(?<![_^]\d) (?=\d)", ", "),  # not a product
     (r"(?<![\d.a-zA-Z])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?![\d.])", r"\1 \\times 10^{\2}"),
