@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -41,6 +42,8 @@ RIGHT = [
     ("f(x)=x+22", "f(x) = 22+x", "x+22"),
     (r"\text{Monday}", "Monday", r"\text{ Monday }"),
     ("10:30", "10:30"),
+    ("1:3", "1:3", "2:6", "a:b = 1:3"),
+    ("a:b = 11:21", "11:21"),
     (r"\sqrt{2}+\sqrt{3}", r"\sqrt{5+2\sqrt{6}}"),
     (r"\boxed{7}", "7"),
     ("So 3 + 4 = 7.\n#### 7", "7"),
@@ -64,7 +67,7 @@ WRONG = [
     ("2516_8", "2516_7", "2517"),
     ("1,000", "1, 000"),
     ("1.22", "1,22"),
-    ("1:3", "10:30"),
+    ("10:30", "1:3"),
     ("36", "12 3"),
     ("0.28", "28"),
     ("x=5", "y=5"),
@@ -243,11 +246,20 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_thousand_answers_take_at_most_20_seconds():
-    assert is_correct(r"\boxed{1+x}", "x+1")
+def test_a_thousand_answers_take_two_cores_at_most_20_seconds():
+    """Of the workers' processor time: other programs may have the cores."""
+    import psutil
+
+    verify._idle.clear()
     forms = [("{0}", "{0}"), (r"\frac{{{0}}}{{7}}", "{0}/7"), ("x+{0}", "{0}+x"), ("({0},1)", "(1,{0})"), (r"{0}\sqrt{{2}}", "{0}sqrt(2)")]
     pairs = [(rf"\boxed{{{given.format(i)}}}", gold.format(i)) for i in range(2, 202) for gold, given in forms]
-    start = time.monotonic()
-    verdicts = are_correct(pairs)
-    assert time.monotonic() - start < 20
-    assert verdicts == 200 * [True, True, True, False, True]
+    assert are_correct(pairs) == 200 * [True, True, True, False, True]
+    times = [psutil.Process(process.pid).cpu_times() for process, _ in verify._idle]
+    assert times and sum(t.user + t.system for t in times) < 2 * 20
+
+
+def test_the_cases_kept_beside_the_checkout_are_all_right():
+    for path in pathlib.Path(__file__).parents[1].parent.glob("shared/cases/answers.jsonl"):
+        cases = [json.loads(line) for line in path.read_text().splitlines()]
+        verdicts = are_correct([(case["response"], case["gold"]) for case in cases])
+        assert [case for case, verdict in zip(cases, verdicts) if verdict != case["right"]] == []
