@@ -9,7 +9,7 @@ Where strings allow two readings, this is how they are read here:
   missing; another base is wrong. `x = 5` equals 5.
 - Next to a decimal, numbers are equal up to 1e-6, or 1e-6 of the larger if that is less: 0.333333 is 1/3, 0.33 is not.
   Without decimals, and beside variables, equal is equal.
-- A set, and a list without brackets, has no order; a tuple has. `(1,2)` is a tuple or an interval. The answer `10:30` is a time.
+- Sets, and lists without brackets, have no order; tuples have. `(1,2)` is a tuple or an interval. `10:30` is a time of day.
 - Plain text is read as it was meant: `pi/2`, `sqrt(2)`, `x**2`, `2^10`, `2^(1/2)`, `1e-5`.
 - What takes more than DEADLINE, CPU_TIME, MEMORY or LONGEST is wrong, unless it is the same string.
 """
@@ -93,7 +93,7 @@ def is_correct(response: str, answer: str) -> bool:
         right, number = (Fraction(text.replace(",", "")) for text in (gold, given))
         return abs(right - number) <= (min(1, max(abs(right), abs(number))) / 10**6 if "." in gold + given else 0)
     bases = [base[1] for base in (re.search(r"\d_\{?(\d+)\}?$", text) for text in (gold, given)) if base]
-    if len(set(bases)) == 2 or re.fullmatch(r"\d?\d:\d\d", gold):  # a time of day is no ratio
+    if len(set(bases)) == 2 or re.fullmatch(r"\d?\d:\d\d", gold):  # a time is no ratio
         return False
     outcome = _ask(gold, given)
     if outcome == "crashes":  # which may have come from outside
@@ -146,8 +146,8 @@ def _start_worker() -> tuple[subprocess.Popen, socket.socket]:
     environment = {**os.environ, "PYTHONHASHSEED": "0"}  # the order of a set decides what sympy does next
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", os.path.abspath(__file__)], stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env=environment, start_new_session=True,
+            [sys.executable, "-P", os.path.abspath(__file__)], stdin=theirs, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, env=environment, start_new_session=True,
         )  # fmt: skip
     if connection.recv(1) != b"!":
         raise RuntimeError("Math-verify does not start: `python verify.py` says why")
