@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from sandbox import require_sandbox, run_python
+from verify import last_boxed
 
 ENVS = ("arith", "calc")
 BOXED_INSTRUCTION = "Put your final answer within \\boxed{}."
@@ -36,20 +37,6 @@ def load_env(name: str, tokenizer, seed: int = 0, difficulty: int | str = "", ma
     if name == "calc":
         return Calc(tokenizer, seed, difficulty or 3, max_turns, unsafe_sandbox)
     return Arith(tokenizer, seed, difficulty or 4)
-
-
-def last_boxed(text: str) -> str | None:
-    """What the last `\\boxed{...}` of `text` holds, braces balanced; None if there is none or the last one is never closed."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    start += len("\\boxed{")
-    depth = 1
-    for i in range(start, len(text)):
-        depth += (text[i] == "{") - (text[i] == "}")
-        if depth == 0:
-            return text[start:i]
-    return None
 
 
 class Arith:
