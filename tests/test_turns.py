@@ -12,6 +12,7 @@ import torch
 
 import base
 import run_async
+import sandbox
 from envs import load_env
 from learn import Gates, Learner, advantages, batch_metrics, token_weights
 from rollout import Engine, Request, sample_seed
@@ -279,7 +280,7 @@ def test_a_chat_template_gets_the_output_as_the_next_message(calc, monkeypatch):
 
 
 def test_without_bubblewrap_the_task_refuses_to_start(monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setitem(sandbox.ENV, "PATH", "/nowhere")
     with pytest.raises(ValueError, match="bubblewrap.*--unsafe-sandbox"):
         load_env("calc", base.make_tokenizer())
 
