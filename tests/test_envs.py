@@ -135,7 +135,7 @@ def test_heldout_problems_differ_from_each_other_and_not_between_seeds(tokenizer
     assert 0 < len(load_env("arith", tokenizer, 0, "words").heldout(256)) < 30  # there are no more
 
 
-@pytest.mark.parametrize("difficulty", [1, 0, -3, "x", "100", "4.5", ""])
+@pytest.mark.parametrize("difficulty", [1, 0, -3, "x", "100", "4.5", " "])
 def test_a_difficulty_that_cannot_be_is_refused_with_the_flag_named(tokenizer, difficulty):
     with pytest.raises(ValueError, match="^--difficulty "):
         load_env("arith", tokenizer, 0, difficulty)
