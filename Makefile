@@ -31,7 +31,7 @@ plots: setup
 
 # TRL pins other versions than vLLM does, so the baseline gets an environment of its own.
 bench-trl: .venv-trl/installed-requirements-trl.txt
-	.venv-trl/bin/python bench/trl_baseline.py $(ARGS)
+	.venv-trl/bin/python plots/trl_baseline.py $(ARGS)
 
 setup: $(INSTALLED)
 
@@ -46,10 +46,10 @@ setup: $(INSTALLED)
 	$(PY) -m pip install --quiet -r requirements.txt
 	@touch $@
 
-.venv-trl/installed-requirements-trl.txt: bench/requirements-trl.txt
+.venv-trl/installed-requirements-trl.txt: plots/requirements-trl.txt
 	$(call make-venv,.venv-trl)
-	$(call install-torch,.venv-trl,bench/requirements-trl.txt)
-	.venv-trl/bin/python -m pip install --quiet -r bench/requirements-trl.txt
+	$(call install-torch,.venv-trl,plots/requirements-trl.txt)
+	.venv-trl/bin/python -m pip install --quiet -r plots/requirements-trl.txt
 	@touch $@
 
 # $(call make-venv,DIR)

@@ -137,7 +137,7 @@ def bench_training(steps: int) -> None:
     trl = ROOT / ".venv-trl/bin/python"
     if trl.exists():
         for dtype in ("bfloat16", "float32"):
-            command = [trl, ROOT / "bench/trl_baseline.py", "--dtype", dtype]
+            command = [trl, ROOT / "plots/trl_baseline.py", "--dtype", dtype]
             env = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}  # TRL as its users run it
             line = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout.splitlines()[-1])
             step = line["seconds_per_step"]
