@@ -392,6 +392,7 @@ def _decoder_layer(layer, x, residual, packed, cos_sin, metadata, isa, trace=Non
     trace = trace or (lambda op, tensor: None)
     attn, mlp, D = layer.self_attn, layer.mlp, layer.self_attn.head_dim
     x, residual = _add_norm(x, residual, layer.input_layernorm)
+    trace("input_residual", residual)
     trace("input_norm", x)
     qkv = F.linear(x, *_merged(attn.q_proj, attn.k_proj, attn.v_proj))
     trace("qkv", qkv)
@@ -409,6 +410,7 @@ def _decoder_layer(layer, x, residual, packed, cos_sin, metadata, isa, trace=Non
     x = F.linear(x, attn.o_proj.weight, attn.o_proj.bias)
     trace("o_proj", x)
     x, residual = _add_norm(x, residual, layer.post_attention_layernorm)
+    trace("residual", residual)
     trace("post_attention_norm", x)
     x = F.linear(x, *_merged(mlp.gate_proj, mlp.up_proj))
     trace("gate_up", x)
@@ -440,8 +442,9 @@ def hidden_states(model, packed: Packed, cos_sin, gradient_checkpointing: bool =
             x, residual = checkpoint(_decoder_layer, layer, x, residual, packed, cos_sin, metadata, isa, use_reentrant=False)
         else:
             x, residual = _decoder_layer(layer, x, residual, packed, cos_sin, metadata, isa, at)
-    x, _ = _add_norm(x, residual, model.model.norm)
+    x, residual = _add_norm(x, residual, model.model.norm)
     if trace:
+        trace("final_residual", residual)
         trace("final_norm", x)
     return x
 

@@ -248,10 +248,10 @@ def test_c6_fails_at_a_chunk_boundary_a_block_boundary_or_a_batch_size(subject, 
 def _both_attentions(s, locked, found):
     if not locked:
         kernels.ATTENTION_LOCK = contextlib.nullcontext()
-    q, k, v = (s.random(700, heads * s.head, seed=i) for i, heads in enumerate((2, 1, 1)))
+    q, k, v = (s.random(700, heads * s.D, seed=i) for i, heads in enumerate((2, 1, 1)))
     whole, tally = checks.learner_attention(s, q, k, v, [700]), checks.Tally("", "")
     for _ in range(1 if locked else 20):
-        checks._attention_at_once(s, tally, (q, k, v), whole)
+        checks.attention_at_once(s, tally, (q, k, v), whole)
         if tally.fault:
             found.value = 1
             return
