@@ -2,10 +2,10 @@
 
     python kernels.py --model M --dtype bfloat16
 
-runs them in order on that model with the real engine. C3 to C7 call the engine's own layer objects at any number of rows
-and compare them with what the learner computes for the same rows; C8 to C10 compare log-probabilities that the engine
-recorded. At the first mismatch the locator runs a few sequences through both sides and names the first operation whose
-output differs. With --kernels standard all checks run, and show how far apart the stock kernels are.
+runs them in order on that model with the real engine. C3 to C7 take what the learner computes in two layers in the middle of
+the model, and call the engine's own layer objects with the same inputs at any number of rows; C8 to C10 compare
+log-probabilities that the engine recorded. At the first mismatch the locator runs a few sequences through both sides and
+names the first operation whose output differs. With --kernels standard all checks run, and show how far apart stock kernels are.
 """
 
 import argparse
@@ -24,7 +24,6 @@ from itertools import accumulate, count
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 
 import kernels
 import rollout
@@ -41,33 +40,24 @@ class Subject:
     """A learner and an engine that hold the same model. tokens: how many C9 compares; threads: of both sides."""
 
     def __init__(self, learner, engine, tokens: int = 5000, threads: int = 1):
-        self.learner, self.engine, self.tokens, self.threads = learner, engine, tokens, threads
-        self.mode, self.model, self.config, self.longest = engine.mode, learner.model, learner.model.config, engine.llm.llm_engine.model_config.max_model_len
-        self.dtype, self.device, self.V = self.model.dtype, self.model.device, self.config.vocab_size
+        self.learner, self.engine, self.tokens, self.threads, self.mode = learner, engine, tokens, threads, engine.mode
+        self.model, self.config, self.device, self.dtype = learner.model, learner.model.config, learner.model.device, learner.model.dtype
         self.H, self.K, self.D = self.config.num_attention_heads, self.config.num_key_value_heads, kernels.head_size(self.config)
+        self.longest, self.scheduler = engine.llm.llm_engine.model_config.max_model_len, engine.engine.engine_core.engine_core.scheduler
         (self.runner,) = engine.llm.collective_rpc(lambda worker: worker.model_runner)
-        self.scheduler, middle = engine.engine.engine_core.engine_core.scheduler, self.config.num_hidden_layers // 2
-        self.layer, self.engine_layer = self.model.model.layers[middle], self.runner.model.model.layers[middle]
+        middle = self.config.num_hidden_layers // 2
+        self.middle = slice(max(0, middle - 1), middle + 1)  # the layers that C3 to C7 look at
+        self.engine_layers = list(self.runner.model.model.layers)[self.middle]
+        self.all_threads = sorted({1, 2, threads})
 
     def sync(self) -> None:
         self.engine.load(self.learner.weights(), 0)
 
-    def random(self, *shape, scale=1.0, seed=0) -> torch.Tensor:
-        generator = torch.Generator(self.device).manual_seed(seed)
-        return (scale * torch.randn(shape, generator=generator, device=self.device)).to(self.dtype)
-
     def prompts(self, lengths, seed=0, shared=0) -> list[list[int]]:
         """Random token ids; the first `shared` are the same in all prompts."""
-        draw = random.Random(seed)
-        prefix = [draw.randrange(self.V) for _ in range(shared)]
-        return [(prefix + [draw.randrange(self.V) for _ in range(n)])[:n] for n in lengths]
-
-    def thread_counts(self):
-        """1, 2 and --threads in turn, set for what is computed meanwhile."""
-        for threads in sorted({1, 2, self.threads}):
-            torch.set_num_threads(threads)
-            yield threads
-        torch.set_num_threads(self.threads)
+        draw, vocab = random.Random(seed), self.config.vocab_size
+        prefix = [draw.randrange(vocab) for _ in range(shared)]
+        return [(prefix + [draw.randrange(vocab) for _ in range(n)])[:n] for n in lengths]
 
 
 @dataclass
@@ -104,12 +94,11 @@ class Tally:
 
 
 def c0(s: Subject, tally: Tally) -> None:
-    """versions, flags, sampling settings"""
     import transformers
     import vllm
 
     config, model = s.engine.llm.llm_engine.vllm_config, s.engine.llm.llm_engine.model_config
-    tally.details = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("VLLM_", "ONEDNN_", "DNNL_", "OMP_", "MKL_"))}
+    tally.details = {name: value for name, value in sorted(os.environ.items()) if re.match("(VLLM|ONEDNN|DNNL|OMP|MKL)_", name)}
     tally.details |= {"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
                       "model type": s.config.model_type, "device": str(s.device), "cpu": torch.backends.cpu.get_cpu_capability()}  # fmt: skip
     for what, value, right in [
@@ -129,7 +118,6 @@ def c0(s: Subject, tally: Tally) -> None:
 
 
 def c1(s: Subject, tally: Tally) -> None:
-    """engine's parameters, three syncs"""
     merged = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     weights = s.learner.weights()
     scaled = {name: w * (1 + 2**-6) for name, w in weights.items()}  # nearly every value changes
@@ -149,110 +137,97 @@ def c1(s: Subject, tally: Tally) -> None:
 
 
 def c2(s: Subject, tally: Tally) -> None:
-    """token ids and positions fed to the model"""
     prompts = s.prompts([1, 2, 5, 17, 129])
-    samples, got = engine_tensors(s, prompts, new=8)
+    samples, got, fed = engine_tensors(s, prompts, new=8)
     packed = kernels.pack([(x.prompt_ids + x.response_ids)[:-1] for x in samples])  # a response's last token is not fed
-    tally.require(len(got["input_ids"]) == packed.tokens, "number of tokens fed to the model")
+    tally.require(fed == packed.tokens, "number of tokens fed to the model")
     tally.equal(got["input_ids"].flatten(), packed.input_ids[: packed.tokens], "token ids")
     tally.equal(got["positions"].flatten(), packed.positions[: packed.tokens], "positions")
     tally.require([x.prompt_ids for x in samples] == prompts, "prompt ids of the samples")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# C3 to C7: operations. The engine's layer at any number of rows against the learner's operation on 512 rows
+# C3 to C7: operations, the engine's at any number of rows against the learner's in one forward of 512
 
 
-def compare_rows(s: Subject, tally: Tally, name: str, engine_op, learner_op, *inputs, places=3) -> None:
-    def compute(op, rows):  # [rows, outputs side by side]; vLLM's linear layers give (output, None)
-        out = op(*(x[rows].clone() for x in inputs))  # some write in place
-        return (out if torch.is_tensor(out) else torch.cat([x for x in out if x is not None], -1)).view(rows.stop - rows.start, -1)
+def operations(s: Subject, tokens: list[int], check: str):
+    """What the learner computes for a sequence of T tokens in two layers, operation by operation: (check, name, the engine's
+    layer, its inputs, its outputs side by side), each [T, ...]. The large ones of the head only for their own check."""
+    found, x = learner_tensors(s, [tokens], s.middle), ["embedding"]
+    positions, head, lm_head = torch.arange(len(tokens), device=s.device), s.model.lm_head, s.runner.model.lm_head
+    for i, (engine, layer) in enumerate(zip(s.engine_layers, s.model.model.layers[s.middle])):
+        attn, learner_attn, mlp = engine.self_attn, layer.self_attn, layer.mlp
+        of = {op: found[f"layers.{i}.{op}"] for op in LAYER if f"layers.{i}.{op}" in found}
+        q, k, v = of["qkv"].split([s.H * s.D, s.K * s.D, s.K * s.D], -1)  # views with the strides that they have in the model
+        yield "C4", "input norm", engine.input_layernorm, [found[op] for op in x], side_by_side(of["input_norm"], *[of["input_residual"]] * i)
+        yield "C3", "q/k/v", attn.qkv_proj, [of["input_norm"]], of["qkv"]
+        yield "C3", "q/k/v one by one", linear(learner_attn.q_proj, learner_attn.k_proj, learner_attn.v_proj), [of["input_norm"]], of["qkv"]
+        if "qk_norm" in of:
+            heads = [x.unflatten(-1, (-1, s.D)) for x in (q, k)]
+            q, k = of["qk_norm"].split([s.H * s.D, s.K * s.D], -1)
+            yield "C4", "q_norm", attn.q_norm, heads[:1], q
+            yield "C4", "k_norm", attn.k_norm, heads[1:], k
+        yield "C5", "rotary", attn.rotary_emb, [positions, q, k], of["rotary"]
+        yield "C6", "attention", None, [*of["rotary"].split([s.H * s.D, s.K * s.D], -1), v], of["attention"]
+        yield "C3", "o_proj", attn.o_proj, [of["attention"]], of["o_proj"]
+        yield "C4", "post-attention norm", engine.post_attention_layernorm, [of["o_proj"], of["input_residual"]], \
+            side_by_side(of["post_attention_norm"], of["residual"])
+        yield "C3", "gate/up", engine.mlp.gate_up_proj, [of["post_attention_norm"]], of["gate_up"]
+        yield "C3", "gate/up one by one", linear(mlp.gate_proj, mlp.up_proj), [of["post_attention_norm"]], of["gate_up"]
+        yield "C5", "SwiGLU", engine.mlp.act_fn, [of["gate_up"]], of["activation"]
+        yield "C3", "down", engine.mlp.down_proj, [of["activation"]], of["down"]
+        x = [f"layers.{i}.down", f"layers.{i}.residual"]
+    hidden = found["final_norm"]
+    yield "C4", "final norm", s.runner.model.model.norm, [found[op] for op in x], side_by_side(hidden, found["final_residual"])
+    if check == "C3":
+        yield check, "lm_head", lambda x: lm_head.quant_method.apply(lm_head, x, None)[:, : s.config.vocab_size], [hidden], linear(head)(hidden)
+    for t in (1.0, 0.7) if check == "C7" else ():
+        yield check, f"log-softmax, temperature {t}", lambda x, t=t: engine_log_softmax(s, x, t), [hidden], log_softmax(s, hidden, t)
 
+
+def linear(*layers):  # as the learner computes one
+    return lambda x: side_by_side(*(kernels.linear(x, layer.weight, layer.bias) for layer in layers))
+
+
+def side_by_side(*outputs) -> torch.Tensor:  # vLLM's linear layers give (output, None)
+    return torch.cat([x.flatten(1) for x in outputs if x is not None], -1)
+
+
+def compare_operations(s: Subject, tally: Tally) -> None:
+    """The operations of one of C3, C4, C5, C7."""
+    check, (tokens,) = tally.check.split()[0], s.prompts([512])
     torch.set_num_threads(1)
-    size = len(inputs[0])
-    whole = compute(learner_op, slice(0, size))
-    for threads in s.thread_counts():
-        for n in ROWS:
-            for start in sorted({0, size - n, (size - n) * 3 // 7})[-places:]:  # a row's place in the batch must not matter either
-                rows = slice(start, start + n)
-                where = f"{name}: {n} rows from row {start}, {threads} threads"
-                tally.equal(compute(engine_op, rows), whole[rows], where)
-            if n % kernels.ROWS == 0:  # the learner pads its tokens to a multiple of 16
-                tally.equal(compute(learner_op, rows), whole[rows], where + ", learner")
-
-
-def c3(s: Subject, tally: Tally) -> None:
-    """linear layers, rows and merged matrices"""
-    attn, mlp, engine, head = s.layer.self_attn, s.layer.mlp, s.engine_layer, s.runner.model.lm_head
-    linear = (lambda layer, x: kernels.linear(x, layer.weight, layer.bias)) if s.mode == "aligned" else (lambda layer, x: layer(x))
-    for i, (name, engine_op, *layers) in enumerate([
-        ("q/k/v", engine.self_attn.qkv_proj, attn.q_proj, attn.k_proj, attn.v_proj),
-        ("o_proj", engine.self_attn.o_proj, attn.o_proj),
-        ("gate/up", engine.mlp.gate_up_proj, mlp.gate_proj, mlp.up_proj),
-        ("down", engine.mlp.down_proj, mlp.down_proj),
-        ("lm_head", lambda x: head.quant_method.apply(head, x, None)[:, : s.V], s.model.lm_head),
-    ]):  # fmt: skip
-        x, separate = s.random(512, layers[0].in_features, seed=i), lambda x: [linear(layer, x) for layer in layers]
-        compare_rows(s, tally, name, engine_op, separate, x, places=1 if name == "lm_head" else 3)
-        if s.mode == "aligned" and len(layers) > 1:  # as hidden_states computes it
-            tally.equal(F.linear(x, *kernels._merged(*layers)), torch.cat(separate(x), -1), f"{name}: one matrix or several")
-
-
-def c4(s: Subject, tally: Tally) -> None:
-    """RMSNorm, with and without residual"""
-
-    def norm(x, residual=None):
-        total = x if residual is None else x + residual
-        y, total = kernels._add_norm(x, residual, layer) if s.mode == "aligned" else (layer(total), total)
-        return y if residual is None else (y, total)
-
-    def part(qkv):  # the heads of q or k, with the strides that they have in the model
-        return qkv.view(len(qkv), -1, s.D)[:, first : first + heads]
-
-    x, residual = (s.random(512, s.config.hidden_size, scale=scale, seed=scale) for scale in (1, 6))
-    for name, engine, layer in [
-        ("input norm", s.engine_layer.input_layernorm, s.layer.input_layernorm),
-        ("post-attention norm", s.engine_layer.post_attention_layernorm, s.layer.post_attention_layernorm),
-        ("final norm", s.runner.model.model.norm, s.model.model.norm),
-    ]:
-        compare_rows(s, tally, name, engine, norm, x)
-        compare_rows(s, tally, f"{name} with residual", engine, norm, x, residual)
-    qkv = s.random(512, (s.H + 2 * s.K) * s.D, scale=2)
-    for name, first, heads in [("q_norm", 0, s.H), ("k_norm", s.H, s.K)] if hasattr(s.layer.self_attn, "q_norm") else []:
-        engine, layer = getattr(s.engine_layer.self_attn, name), getattr(s.layer.self_attn, name)
-        compare_rows(s, tally, name, lambda x: engine(part(x)), lambda x: norm(part(x).reshape(-1, s.D)), qkv)
+    whole = list(operations(s, tokens, check))
+    for threads in s.all_threads:
+        torch.set_num_threads(threads)
+        for kind, name, engine_op, inputs, expected in whole:
+            for n in ROWS if kind == check else ():
+                for start in sorted({0, 512 - n, (512 - n) * 3 // 7})[-1 if name.startswith("l") else -3 :]:  # the head: one, for the time
+                    rows = slice(start, start + n)
+                    # copies, as some operations write in place, with the strides of what they are copied from
+                    taken = [x[rows].new_empty_strided(x[rows].shape, x.stride()).copy_(x[rows]) for x in inputs]
+                    got = engine_op(*taken)
+                    got = side_by_side(*got) if isinstance(got, tuple) else got.flatten(1)
+                    tally.equal(got, expected[rows], f"{name}: {n} rows from row {start}, {threads} threads")
+        for n in [n for n in ROWS if n % kernels.ROWS == 0]:  # the learner pads its tokens to a multiple of 16
+            for (kind, name, *_, got), (*_, expected) in zip(operations(s, tokens[:n], check), whole, strict=True):
+                if kind == check:
+                    tally.equal(got, expected[:n], f"{name}: {n} rows, {threads} threads, learner")
+                if not torch.equal(got, expected[:n]):
+                    break  # what follows differs because of it
 
 
 def c5(s: Subject, tally: Tally) -> None:
-    """rotary embedding, SwiGLU"""
-
-    def rotary(positions, q, k):
-        if s.mode == "aligned":
-            return kernels.Rotary.apply(q, k, positions, s.learner.cos_sin, s.D)
-        heads = [x.view(1, len(x), -1, s.D).transpose(1, 2) for x in (q, k)]
-        rotated = stock_code(s).apply_rotary_pos_emb(*heads, *s.model.model.rotary_emb(q, positions[None]))
-        return [x[0].transpose(0, 1).flatten(1) for x in rotated]
-
-    def swiglu(x):
-        gate, up = x.chunk(2, -1)
-        return kernels.swiglu(x) if s.mode == "aligned" else s.layer.mlp.act_fn(gate) * up
-
-    positions = torch.arange(512, device=s.device) * 7919 % s.config.max_position_embeddings  # from all over the table
-    q, k = s.random(512, s.H * s.D, scale=2), s.random(512, s.K * s.D, scale=2, seed=1)
-    compare_rows(s, tally, "rotary", s.engine_layer.self_attn.rotary_emb, rotary, positions, q, k)
-    compare_rows(s, tally, "SwiGLU", s.engine_layer.mlp.act_fn, swiglu, s.random(512, 2 * s.config.intermediate_size, scale=3))
-
-
-def stock_code(s: Subject):
-    return sys.modules[type(s.model).__module__]  # of transformers, for the model's architecture
+    compare_operations(s, tally)
+    if s.mode == "aligned":  # the tokens above are at positions 0 to 511
+        tally.equal(s.engine_layers[0].self_attn.rotary_emb.cos_sin_cache.to(s.dtype), s.learner.cos_sin, "rotary table")
 
 
 def c6(s: Subject, tally: Tally) -> None:
-    """attention: decode, prefill, chunks, batches"""
     L = max(LENGTHS)
-    qkv = [s.random(L, n * s.D, scale=scale, seed=i) for i, (n, scale) in enumerate([(s.H, 1.5), (s.K, 1.5), (s.K, 1.0)])]
+    (tokens,), last = s.prompts([L]), f"layers.{len(s.engine_layers) - 1}.attention"
     torch.set_num_threads(1)
-    whole = learner_attention(s, *qkv, [L])
+    *_, (qkv, whole) = (of[-2:] for of in operations(s, tokens, "C6") if of[0] == "C6")
     filled = engine_attention(s, *qkv, [(0, L)])[1]  # its later tokens are what a reused block holds: stale values
     ends = [min(L, LENGTHS[i * 7 % len(LENGTHS)] + i // len(LENGTHS)) for i in range(SEQS)]
     cases = [  # (what, [from, to) of each request, KV cache)
@@ -264,44 +239,32 @@ def c6(s: Subject, tally: Tally) -> None:
         (f"prefill of {len(LENGTHS)} sequences", [(0, n) for n in LENGTHS], filled),
         ("decode and prefill in one batch", [(0, 40), (128, 129), (100, 300), (0, 1), (511, 512), (128, 257)], filled),
     ]  # fmt: skip
-    for threads in s.thread_counts():
+    for threads in s.all_threads:
+        torch.set_num_threads(threads)
         for what, spans, cache in cases:
             got = engine_attention(s, *qkv, spans, cache)[0]
             tally.equal(got, torch.cat([whole[a:b] for a, b in spans]), f"{what}, {threads} threads")
-        got = learner_attention(s, *(torch.cat([x[:n] for n in LENGTHS]) for x in qkv), LENGTHS)
+        got = learner_tensors(s, [tokens[:n] for n in LENGTHS], s.middle)[last]
         tally.equal(got, torch.cat([whole[:n] for n in LENGTHS]), f"the learner's batch of {len(LENGTHS)}, {threads} threads")
     if s.mode == "aligned":
-        attention_at_once(s, tally, qkv, whole)
+        attention_at_once(s, tally, tokens, qkv, whole)
 
 
-def attention_at_once(s: Subject, tally: Tally, qkv, whole, seconds: float = 1.0) -> None:
+def attention_at_once(s: Subject, tally: Tally, tokens, qkv, whole, seconds: float = 1.0) -> None:
     """The learner's and the engine's attention at once, in two threads, as in a run: the lock keeps them apart."""
-    end, results = time.monotonic() + seconds, {"learner": [], "engine": []}
+    end, sides = time.monotonic() + seconds, {
+        "learner": lambda: learner_tensors(s, [tokens], s.middle)[f"layers.{len(s.engine_layers) - 1}.attention"],
+        "engine": lambda: engine_attention(s, *qkv, [(0, len(whole))])[0],
+    }  # fmt: skip
 
-    def repeat(side):
+    def repeat(compute):
         torch.set_num_threads(s.threads)
-        while time.monotonic() < end:
-            learner = side == "learner"
-            results[side].append(learner_attention(s, *qkv, [len(whole)]) if learner else engine_attention(s, *qkv, [(0, len(whole))])[0])
+        return [compute() for _ in iter(lambda: time.monotonic() < end, False)]
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(repeat, results))
-    for side, outs in results.items():
-        for got in outs:
-            tally.equal(got, whole, f"attention of both threads at once, {side}")
-
-
-def learner_attention(s: Subject, q, k, v, lengths) -> torch.Tensor:
-    """The learner's attention over packed sequences: q [T, H*D], k and v [T, K*D] -> [T, H*D]."""
-    if s.mode == "standard":
-        split = [x.view(len(x), -1, s.D).transpose(0, 1).split(lengths, 1) for x in (q, k, v)]
-        outs = [F.scaled_dot_product_attention(*(x[None] for x in one), is_causal=True, enable_gqa=True)[0] for one in zip(*split)]
-        return torch.cat([x.transpose(0, 1).flatten(1) for x in outs])
-    packed, isa = kernels.pack([[0] * n for n in lengths]), kernels._isa(s.dtype, s.D)
-    with kernels.ATTENTION_LOCK:
-        plan = kernels._row_metadata(packed.row_lens, s.H, s.K, s.D, s.dtype, isa)
-    padded = [F.pad(x, (0, 0, 0, -len(x) % kernels.ROWS)) for x in (q, k, v)]
-    return kernels.Attention.apply(*padded, packed, s.D, plan, isa)[: len(q)]
+        for side, results in zip(sides, pool.map(repeat, sides.values())):
+            for got in results:
+                tally.equal(got, whole, f"attention of both threads at once, {side}")
 
 
 def engine_attention(s: Subject, q, k, v, spans, cache=None):
@@ -309,7 +272,7 @@ def engine_attention(s: Subject, q, k, v, spans, cache=None):
     and compute those from a to b each: ([rows, H*D], KV cache). Without a cache: an empty one."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    builder, layer, own = s.runner.attn_groups[0][0].get_metadata_builder(), s.engine_layer.self_attn.attn, s.runner.kv_caches[0]
+    builder, layer, own = s.runner.attn_groups[0][0].get_metadata_builder(), s.engine_layers[-1].self_attn.attn, s.runner.kv_caches[0]
     blocks = -(-len(q) // kernels.BLOCK)
     cache = own.new_zeros(blocks, *own.shape[1:]) if cache is None else cache
     slots = torch.cat([torch.arange(a, b, device=s.device) for a, b in spans])
@@ -328,10 +291,10 @@ def engine_attention(s: Subject, q, k, v, spans, cache=None):
 
 
 def c7(s: Subject, tally: Tally) -> None:
-    """head, temperature, log-softmax"""
-    hidden, targets = s.random(512, s.config.hidden_size, scale=2), torch.arange(512, device=s.device) % s.V
+    compare_operations(s, tally)
+    hidden = learner_tensors(s, s.prompts([512]), s.middle)["final_norm"]
+    targets = torch.arange(512, device=s.device) % s.config.vocab_size
     for t in (1.0, 0.7):
-        compare_rows(s, tally, f"log-softmax, temperature {t}", lambda x: engine_log_softmax(s, x, t), lambda x: log_softmax(s, x, t), hidden, places=1)
         got, expected = kernels.token_logprobs(hidden, s.model.lm_head, targets, t)[0], log_softmax(s, hidden, t)
         tally.equal(got, expected.gather(1, targets[:, None])[:, 0], f"token log-probability, temperature {t}")
 
@@ -373,7 +336,6 @@ def same_samples(tally: Tally, got: list, expected: list, where: str) -> None:
 
 
 def c8(s: Subject, tally: Tally) -> None:
-    """engine with itself: batch, cache, preemption"""
     s.sync()
     # Request i samples i + 2 tokens, so that 64, 63, ..., 1 sequences are decoded at once; then all is read as one prompt.
     prompts, lengths = s.prompts([LENGTHS[i % 5] for i in range(SEQS)]), list(range(2, SEQS + 2))
@@ -409,9 +371,8 @@ def c8(s: Subject, tally: Tally) -> None:
 
 
 def c9(s: Subject, tally: Tally) -> None:
-    """learner's log-probabilities of sampled tokens"""
     s.sync()
-    draw, all_threads, new, done = random.Random(0), sorted({1, 2, s.threads}), min(64, s.longest // 4), 0
+    draw, all_threads, new, done = random.Random(0), s.all_threads, min(64, s.longest // 4), 0
     for round in count():
         n = min([SEQS, 1, 7, 43, 44, 20][round % 6], max(1, (s.tokens - done) // new))
         lengths = [[s.longest - new, 257, 1, 513, 1025][round % 5], *(draw.choice([*range(1, 40), 127, 128, 129]) for _ in range(n - 1))]
@@ -432,7 +393,6 @@ def c9(s: Subject, tally: Tally) -> None:
 
 
 def c10(s: Subject, tally: Tally, steps: int = 4, lag: int = 1) -> None:
-    """the same while training, prefix cache in use"""
     learner, store, pool = s.learner, rollout.WeightStore(), s.scheduler.kv_cache_manager.block_pool
     prompts = s.prompts([135, 150], seed=3, shared=130)
 
@@ -477,16 +437,28 @@ def c10(s: Subject, tally: Tally, steps: int = 4, lag: int = 1) -> None:
             s.engine.cancelled = False
 
 
-CHECKS = {"C0 setting": c0, "C1 weights": c1, "C2 tokens": c2, "C3 linear": c3, "C4 norm": c4, "C5 elementwise": c5,
-          "C6 attention": c6, "C7 log-probability": c7, "C8 engine with itself": c8, "C9 learner with engine": c9,
-          "C10 over updates": c10}  # fmt: skip
+CHECKS = {
+    "C0 setting": (c0, "versions, flags, sampling settings"),
+    "C1 weights": (c1, "engine's parameters, three syncs"),
+    "C2 tokens": (c2, "token ids and positions fed to the model"),
+    "C3 linear": (compare_operations, "linear layers, rows and merged matrices"),
+    "C4 norm": (compare_operations, "RMSNorm, with and without residual"),
+    "C5 elementwise": (c5, "rotary embedding, SwiGLU"),
+    "C6 attention": (c6, "attention: decode, prefill, chunks, batches"),
+    "C7 log-probability": (c7, "head, temperature, log-softmax"),
+    "C8 engine with itself": (c8, "engine with itself: batch, cache, preemption"),
+    "C9 learner with engine": (c9, "learner's log-probabilities of sampled tokens"),
+    "C10 over updates": (c10, "the same while training, prefix cache in use"),
+}
 
 
 @torch.no_grad()
 def run_check(name: str, s: Subject) -> Tally:
     torch.set_num_threads(s.threads)
-    tally, started = Tally(name, CHECKS[name].__doc__), time.perf_counter()
-    CHECKS[name](s, tally)
+    (check, compared), started = CHECKS[name], time.perf_counter()
+    tally = Tally(name, compared)
+    check(s, tally)
+    torch.set_num_threads(s.threads)
     tally.seconds = time.perf_counter() - started
     return tally
 
@@ -525,8 +497,13 @@ def watched(model, rows=lambda x: x):
             if op:
                 keep(re.search(r"layers\.\d+\.|$", name)[0] + op, x)
 
+    def begin(module, args, inputs):
+        forwards.append(defaultdict(list))
+        for op in {"input_ids", "positions"} & set(inputs):
+            keep(op, inputs[op])
+
     with contextlib.ExitStack() as hooks:
-        hooks.enter_context(model.register_forward_pre_hook(lambda *_: forwards.append(defaultdict(list))))
+        hooks.enter_context(model.register_forward_pre_hook(begin, with_kwargs=True))
         for name, module in model.named_modules():
             if name.split(".")[-1] in MODULES:
                 hooks.enter_context(module.register_forward_hook(lambda _, args, out, name=name: see(name, args, out)))
@@ -537,40 +514,28 @@ def joined(forwards: list[dict]) -> dict[str, torch.Tensor]:
     return {op: torch.cat([torch.cat(found[op], -1) for found in forwards]) for op in forwards[0]}
 
 
-def engine_tensors(s: Subject, prompts, new: int) -> tuple[list, dict[str, torch.Tensor]]:
-    """Sample up to `new` tokens after each prompt: the samples, and what every operation of the engine computed on the way,
-    a row for each token in the order of the samples; logits and log-softmax only for those that a token is sampled after."""
-    places = []  # (request, position) of each row
-
-    def begin(module, args, inputs):
-        batch, ends = s.runner.input_batch, s.runner.query_start_loc.np
-        for i, request in enumerate(batch.req_ids):
-            done = int(batch.num_computed_tokens_cpu[i])
-            places.extend((int(request.split("-")[0]), done + j) for j in range(ends[i + 1] - ends[i]))
-        for name in ("input_ids", "positions"):
-            keep(name, inputs[name])
-
+def engine_tensors(s: Subject, prompts, new: int) -> tuple[list, dict[str, torch.Tensor], int]:
+    """Sample `new` tokens after each prompt, which must be in the order of their lengths: the samples, what every operation of
+    the engine computed on the way, a row for each token in the order of the samples (logits and log-softmax: for each sampled
+    token), and how many tokens the engine was fed."""
     s.sync()
     with (
         watched(s.runner.model) as (forwards, keep),
-        s.runner.model.register_forward_pre_hook(begin, with_kwargs=True),
         s.runner.sampler.topk_topp_sampler.register_forward_hook(lambda module, args, out: keep("log_softmax", out[1])),
+        mock.patch.object(s.engine, "stop_ids", []),
     ):
         samples = s.engine.generate([Request(ids, i) for i, ids in enumerate(prompts)], new, 1.0, 0)
-    found, sampled = joined(forwards), [(i, at) for i, at in places if at >= len(prompts[i]) - 1]
-    for op, x in found.items():
-        rows = sampled if op in ("logits", "log_softmax") else places
-        found[op] = x[sorted(range(len(rows)), key=rows.__getitem__)]
-    return samples, found
+    found, n, ends = joined(forwards), len(prompts), [*accumulate(map(len, prompts))]
+    # the first forward was of all prompts, laid end to end, and each later one of one token of each
+    fed = [at for i, end in enumerate(ends) for at in [*range(end - len(prompts[i]), end), *range(ends[-1] + i, ends[-1] + n * (new - 1), n)]]
+    sampled = [at for i in range(n) for at in range(i, n * new, n)]
+    return samples, {op: x[sampled if op in ("logits", "log_softmax") else fed] for op, x in found.items()}, len(found["input_ids"])
 
 
-def learner_tensors(s: Subject, sequences: list[list[int]]) -> dict[str, torch.Tensor]:
-    """What every operation of the learner computes, [tokens, ...] for sequences laid end to end."""
-    if s.mode == "aligned":
-        found, packed = {}, kernels.pack(sequences)
-        kernels.hidden_states(s.model, packed, s.learner.cos_sin, trace=found.__setitem__)
-        return {op: x[: packed.tokens] for op, x in found.items()}
-    rotate = stock_code(s).apply_rotary_pos_emb  # which is no module
+def learner_tensors(s: Subject, sequences: list[list[int]], layers=slice(None)) -> dict[str, torch.Tensor]:
+    """What every operation of the learner, or of some of its layers, computes: [tokens, ...] for sequences laid end to end."""
+    stock = sys.modules[type(s.model).__module__]  # transformers' code of the architecture
+    rotate = stock.apply_rotary_pos_emb  # which is no module
 
     def rotary(*args, **kwargs):
         q, k = rotate(*args, **kwargs)  # [1, heads, L, D]
@@ -578,17 +543,22 @@ def learner_tensors(s: Subject, sequences: list[list[int]]) -> dict[str, torch.T
         keep(at, q.transpose(1, 2)), keep(at, k.transpose(1, 2))
         return q, k
 
-    with watched(s.model.model, lambda x: x[0]) as (forwards, keep), mock.patch.object(stock_code(s), "apply_rotary_pos_emb", rotary):
-        for sequence in sequences:
-            s.model.model(input_ids=torch.tensor([sequence], device=s.device), use_cache=False)
-    return joined(forwards)
+    with mock.patch.object(s.model.model, "layers", s.model.model.layers[layers]):
+        if s.mode == "aligned":
+            found, packed = {}, kernels.pack(sequences)
+            kernels.hidden_states(s.model, packed, s.learner.cos_sin, trace=found.__setitem__)
+            return {op: x[: packed.tokens] for op, x in found.items()}
+        with watched(s.model.model, lambda x: x[0]) as (forwards, keep), mock.patch.object(stock, "apply_rotary_pos_emb", rotary):
+            for sequence in sequences:
+                s.model.model(input_ids=torch.tensor([sequence], device=s.device), use_cache=False)
+        return joined(forwards)
 
 
 @torch.no_grad()
 def locate(s: Subject, lengths=(1, 5, 17, 33, 129), new: int = 6) -> dict | None:
     """The first operation whose output differs between engine and learner, in one pass over each: prompts of these lengths
     and `new` sampled tokens. {"layer", "op", "values", "different", "largest"}, or None when all are equal."""
-    samples, got = engine_tensors(s, s.prompts(lengths, seed=9), new)
+    samples, got, _ = engine_tensors(s, s.prompts(lengths, seed=9), new)
     sequences = [(x.prompt_ids + x.response_ids)[:-1] for x in samples]  # a response's last token is not fed
     expected = learner_tensors(s, sequences)
     sampled = [i for x, end in zip(samples, accumulate(map(len, sequences))) for i in range(end - len(x.response_ids), end)]
@@ -620,17 +590,11 @@ def describe(found: dict | None) -> str:
 # The command
 
 
-def report(tallies: list[Tally]) -> str:
-    lines = [f"{'check':<23} {'compared':<46} {'values':>13} {'largest difference':>19}  {'exact':<5} {'seconds':>7}"]
-    for t in tallies:
-        exact = "no" if t.fault else "yes"
-        lines.append(f"{t.check:<23} {t.compared:<46} {t.values:>13,} {t.largest:>19.3g}  {exact:<5} {t.seconds:>7.1f}")
-    faults = [f"{t.check.split()[0]}: {t.different:,} of {t.values:,} values differ; the first: {t.fault}" for t in tallies if t.fault]
-    return "\n".join([*lines, *faults])
-
-
 def main(argv: list[str] | None = None) -> int:
     """0: all is exact; 1: something differs; 2: cannot be checked."""
+    from tqdm import tqdm
+    from transformers import AutoConfig
+
     parser = argparse.ArgumentParser(prog="kernels.py", description="Alignment checks C0 to C10: do rollout and learner agree to the bit?")
     parser.add_argument("--model", default="base", help='"base" (a small model made here), a local Hugging Face folder, or a hub name')
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the weights that both sides compute with")
@@ -640,9 +604,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of both sides; the default is all. C3 to C7 run on 1 and 2 as well")
     args = parser.parse_args(argv)
+    args.threads = args.threads or run_async.default_threads(0)
+    chosen = [name for name in CHECKS if not args.only or name.split()[0] in args.only]
     try:
-        from transformers import AutoConfig
-
         path = str(run_async.resolve_model(args.model))
         config = AutoConfig.from_pretrained(path)
         kernels.require_supported(config)
@@ -653,11 +617,29 @@ def main(argv: list[str] | None = None) -> int:
     except (run_async.UserError, ValueError, OSError) as error:
         print(f"kernels.py: {error}", file=sys.stderr)
         return 2
-    args.threads = args.threads or run_async.default_threads(0)
-    with quiet() as console:
-        tallies, found = run(args, path, min(config.max_position_embeddings, 2048), console)
-    exact = not any(t.fault for t in tallies)
-    print(f"{args.model}, {args.dtype}, {args.kernels} kernels, {args.threads} threads\n{report(tallies)}")
+    tallies, found = [], None
+    with quiet() as console, tqdm(chosen, file=console, desc="loading", unit="check", dynamic_ncols=True) as bar:
+        learner = Learner(path, args.dtype, args.kernels, allow_mismatch=True, tokens_per_microbatch=2048)
+        cache_bytes = rollout._kv_cache_bytes  # room for 8 sequences of full length is enough for what is sampled here
+        with mock.patch.object(rollout, "_kv_cache_bytes", lambda model, dtype, length, seqs: cache_bytes(model, dtype, length, 7)):
+            engine = rollout.Engine(path, args.dtype, args.kernels, min(config.max_position_embeddings, 2048), SEQS, stop_ids=())
+        s = Subject(learner, engine, args.tokens, args.threads)
+        s.sync()
+        for name in bar:
+            bar.set_description(name)
+            tallies.append(run_check(name, s))
+            if tallies[-1].fault and args.kernels == "aligned":
+                break
+        if not (exact := not any(t.fault for t in tallies)):
+            bar.set_description("locating")
+            found = locate(s)
+    print(f"{args.model}, {args.dtype}, {args.kernels} kernels, {args.threads} threads")
+    print(f"{'check':<23} {'compared':<46} {'values':>13} {'largest difference':>19}  {'exact':<5} {'seconds':>7}")
+    for t in tallies:
+        print(f"{t.check:<23} {t.compared:<46} {t.values:>13,} {t.largest:>19.3g}  {'no' if t.fault else 'yes':<5} {t.seconds:>7.1f}")
+    for t in tallies:
+        if t.fault:
+            print(f"{t.check.split()[0]}: {t.different:,} of {t.values:,} values differ; the first: {t.fault}")
     print("all exact" if exact else describe(found))
     if args.json:
         result = {key: getattr(args, key) for key in ("model", "dtype", "kernels", "threads")} | {"exact": exact, "first_difference": found}
@@ -666,33 +648,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if exact else 1
 
 
-def run(args, path: str, longest: int, console) -> tuple[list[Tally], dict | None]:
-    """The checks' results, and what the locator found if something differs."""
-    from tqdm import tqdm
-
-    chosen = [name for name in CHECKS if not args.only or name.split()[0] in args.only]
-    with tqdm(chosen, file=console, desc="loading", unit="check", dynamic_ncols=True) as bar:
-        learner = Learner(path, args.dtype, args.kernels, allow_mismatch=True, tokens_per_microbatch=2048)
-        cache_bytes = rollout._kv_cache_bytes  # room for 8 sequences of full length is enough for what is sampled here
-        with mock.patch.object(rollout, "_kv_cache_bytes", lambda model, dtype, length, seqs: cache_bytes(model, dtype, length, 7)):
-            engine = rollout.Engine(path, args.dtype, args.kernels, longest, SEQS, stop_ids=())
-        s, tallies, found = Subject(learner, engine, args.tokens, args.threads), [], None
-        s.sync()
-        for name in bar:
-            bar.set_description(name)
-            tallies.append(run_check(name, s))
-            if tallies[-1].fault and args.kernels == "aligned":
-                break
-        if any(t.fault for t in tallies):
-            bar.set_description("locating")
-            found = locate(s)
-    return tallies, found
-
-
 @contextlib.contextmanager
 def quiet():
     """While open, what vLLM and others write goes to a log file. Gives the console, for the progress bar."""
-    stdout, stderr, (handle, log) = os.dup(1), os.dup(2), tempfile.mkstemp(prefix="kernels-", suffix=".log")
+    saved, (handle, log) = [os.dup(1), os.dup(2)], tempfile.mkstemp(prefix="kernels-", suffix=".log")
     with run_async.quiet(log) as console:
         try:
             yield console
@@ -701,4 +660,6 @@ def quiet():
             raise
         finally:
             sys.stdout.flush(), sys.stderr.flush()
-            os.dup2(stdout, 1), os.dup2(stderr, 2), os.close(stdout), os.close(stderr), os.close(handle)
+            os.dup2(saved[0], 1), os.dup2(saved[1], 2)
+            for fd in (*saved, handle):
+                os.close(fd)

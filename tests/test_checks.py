@@ -196,21 +196,21 @@ def test_c2_fails_when_a_response_is_retokenised(subject, monkeypatch):
 @pytest.mark.parametrize("layer", ["self_attn.qkv_proj", "mlp.down_proj"])
 def test_c3_fails_with_a_linear_layer_that_is_wrong_at_one_number_of_rows(subject, broken, rows, layer):
     s = subject()
-    broken(s.engine_layer.get_submodule(layer), first(flip), rows)
+    broken(s.engine_layers[-1].get_submodule(layer), first(flip), rows)
     tally = run("C3", s)
     assert f": {rows} rows" in tally.fault and tally.different == 6  # three places, one and two threads
 
 
 def test_c4_fails_with_a_norm_that_is_wrong_at_one_number_of_rows(subject, broken):
     s = subject()
-    broken(s.engine_layer.self_attn.k_norm, flip, 43)
+    broken(s.engine_layers[-1].self_attn.k_norm, flip, 43)
     assert "k_norm: 43 rows" in run("C4", s).fault
 
 
 @pytest.mark.parametrize("module, op, change", [("mlp.act_fn", "SwiGLU", flip), ("self_attn.rotary_emb", "rotary", second(flip))])
 def test_c5_fails_with_an_operation_that_is_wrong_at_one_number_of_rows(subject, broken, module, op, change):
     s = subject()
-    broken(s.engine_layer.get_submodule(module), change, 33)
+    broken(s.engine_layers[-1].get_submodule(module), change, 33)
     assert f"{op}: 33 rows" in run("C5", s).fault
 
 
@@ -248,10 +248,10 @@ def test_c6_fails_at_a_chunk_boundary_a_block_boundary_or_a_batch_size(subject, 
 def _both_attentions(s, locked, found):
     if not locked:
         kernels.ATTENTION_LOCK = contextlib.nullcontext()
-    q, k, v = (s.random(700, heads * s.D, seed=i) for i, heads in enumerate((2, 1, 1)))
-    whole, tally = checks.learner_attention(s, q, k, v, [700]), checks.Tally("", "")
+    (tokens,), tally = s.prompts([700]), checks.Tally("", "")
+    *_, (qkv, whole) = (of[-2:] for of in checks.operations(s, tokens, "C6") if of[0] == "C6")
     for _ in range(1 if locked else 20):
-        checks.attention_at_once(s, tally, (q, k, v), whole)
+        checks.attention_at_once(s, tally, tokens, qkv, whole)
         if tally.fault:
             found.value = 1
             return
