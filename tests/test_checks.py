@@ -135,7 +135,7 @@ def test_locator_finds_nothing_when_nothing_is_broken(subject, arch):
 @pytest.mark.parametrize("arch", ["qwen3", "qwen2"])
 def test_locator_names_an_operation_of_the_stock_kernels(subject, arch):
     found = checks.locate(subject(arch, mode="standard"))
-    assert found["layer"] == 0 and found["op"] in checks.LAYER.values()
+    assert found["layer"] == 0 and found["op"] in checks.LABELS.values()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ def test_kernels_py_with_standard_kernels_runs_all_checks_and_names_an_operation
     assert len(result["checks"]) == 11
     exact = {c["check"].split()[0]: c["exact"] for c in result["checks"]}
     assert exact["C0"] and exact["C1"] and exact["C2"] and not exact["C9"] and not exact["C10"]
-    assert "first difference: layer 0, " in printed and result["first_difference"]["op"] in checks.LAYER.values()
+    assert "first difference: layer 0, " in printed and result["first_difference"]["op"] in checks.LABELS.values()
 
 
 def test_kernels_py_ends_at_the_first_mismatch_with_the_operation(folder, capfd, monkeypatch):
