@@ -15,6 +15,7 @@ import torch
 
 import checks
 import kernels
+import rollout
 from conftest import ARCHITECTURES
 from learn import Learner
 
@@ -181,14 +182,14 @@ def test_c1_fails_when_one_part_of_a_merged_matrix_stays_as_it_was(subject, monk
 
 
 def test_c2_fails_when_a_response_is_retokenised(subject, monkeypatch):
-    s, to_sample = subject(), __import__("rollout")._to_sample
+    s, append_turn = subject(), rollout._append_turn
 
-    def retokenised(*args):
-        sample = to_sample(*args)
+    def retokenised(sample, out):
+        turn = append_turn(sample, out)
         sample.response_ids[0] = (sample.response_ids[0] + 1) % 128
-        return sample
+        return turn
 
-    monkeypatch.setattr("rollout._to_sample", retokenised)
+    monkeypatch.setattr(rollout, "_append_turn", retokenised)
     assert run("C2", s).fault == "token ids"
 
 
