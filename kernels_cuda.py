@@ -2,16 +2,14 @@
 
 No GPU has run this file yet: it is written from the source of vLLM 0.32.0, and claims nothing before its checks pass on one.
 
-On a CPU we give the engine our operations. On CUDA it is the other way round: VLLM_BATCH_INVARIANT=1 makes the engine's own
-operations independent of the batch, and the learner calls the same functions, with the backward passes of kernels.py. What
-the engine calls there (paths inside vllm/):
+On CPUs the engine is given our operations. Here VLLM_BATCH_INVARIANT=1 makes the engine's own independent of the batch, and
+the learner calls the same functions, with the backward passes of kernels.py. What the engine calls (paths inside vllm/):
 
     linear, lm_head   model_executor/layers/{linear,vocab_parallel_embedding}.py, `apply`: linear_batch_invariant of
                       model_executor/determinism/batch_invariant.py (Triton; the bias joins the float32 accumulator)
-    RMSNorm           model_executor/layers/layernorm.py, `forward_cuda`: rms_norm_batch_invariant of the same file (Triton);
-                      with a residual the C++ operator fused_add_rms_norm, by the same name as on CPUs
-    rotary embedding  model_executor/layers/rotary_embedding/base.py, `forward_cuda`: C++, by the same name as on CPUs
-    SwiGLU            model_executor/layers/activation.py, `forward_cuda`: the C++ operator silu_and_mul
+    RMSNorm           model_executor/layers/layernorm.py: rms_norm_batch_invariant of the same file (Triton); with a residual
+                      the C++ operator fused_add_rms_norm, which has the same name on CPUs
+    rotary, SwiGLU    model_executor/layers/{rotary_embedding/base,activation}.py, `forward_cuda`: C++ operators, as on CPUs
     attention         v1/attention/backends/flash_attn.py or, for float32, triton_attn.py
     log-probability   model runner V2, v1/worker/gpu/sample/{sampler,states,gumbel,logprob}.py
 """
@@ -20,6 +18,7 @@ import contextlib
 import functools
 import importlib.metadata
 import os
+import re
 import sys
 from types import SimpleNamespace
 
@@ -33,84 +32,70 @@ ENVIRONMENT = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Settings
-
-
 def choose_devices(engine: str | None = None, learner: str | None = None, gpus: int | None = None) -> tuple[str, str]:
     """Devices of engine and learner, "cpu" or "cuda:N". What is not given: both on the one GPU; of several, the engine on
     the last and the learner on the first; without any, the CPU. Raises ValueError (one line) for a device that is not there."""
     if gpus is None:
         gpus = torch.cuda.device_count() if _vllm_version() else 0
-    on_cpu = not gpus or "cpu" in (engine, learner)
-    chosen = [engine or ("cpu" if on_cpu else f"cuda:{gpus - 1}"), learner or ("cpu" if on_cpu else "cuda:0")]
+    default = ("cpu", "cpu") if not gpus or "cpu" in (engine, learner) else (f"cuda:{gpus - 1}", "cuda:0")
+    chosen = [engine or default[0], learner or default[1]]
     for i, flag in enumerate(("--engine-device", "--learner-device")):
-        kind, _, index = chosen[i].partition(":")
-        if chosen[i] != "cpu" and not (kind == "cuda" and (index or "0").isdigit()):
+        if not (found := re.fullmatch(r"cpu|cuda(?::(\d+))?", chosen[i])):
             raise ValueError(f"{flag} {chosen[i]}: must be cpu, cuda or cuda:N")
-        if kind == "cuda" and int(index or 0) >= gpus:
+        if chosen[i] != "cpu" and int(found[1] or 0) >= gpus:
             raise ValueError(f"{flag} {chosen[i]}: there is no such GPU here, only {gpus}")
-        chosen[i] = kind if kind == "cpu" else f"cuda:{int(index or 0)}"
+        chosen[i] = "cuda:0" if chosen[i] == "cuda" else chosen[i]
     if "cpu" in chosen and chosen != ["cpu", "cpu"]:
         raise ValueError(f"--engine-device {chosen[0]}, --learner-device {chosen[1]}: both must be GPUs or both the CPU")
     return tuple(chosen)
 
 
 def _vllm_version() -> str:
-    """Of vLLM's CUDA build; empty where another (the CPU's goes by another name) or none is installed."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("vllm")
-    return ""
+    """Of vLLM's CUDA build; "" if that is not installed (the CPU's goes by another name)."""
+    return next((d.version for d in importlib.metadata.distributions(name="vllm")), "")
 
 
 def require_cuda(*devices: str, **llm) -> None:
     """Raise ValueError, one line, for what is known not to give equal bits on these GPUs; llm: arguments of `vllm.LLM`."""
-    version = _vllm_version()
     backend = llm.get("attention_backend") or os.environ.get("VLLM_ATTENTION_BACKEND") or "FLASH_ATTN"
     names = [torch.cuda.get_device_name(d) for d in devices]
-    fault = None
-    for device in devices:
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            fault = f"{device} has compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))}, below 8.0"
-    if not version.startswith("0.32."):
-        fault = f"vLLM {version} is installed, not 0.32"
+    major, minor = min(torch.cuda.get_device_capability(d) for d in devices)
+    if not _vllm_version().startswith("0.32."):
+        fault = f"vLLM {_vllm_version()} is installed, not 0.32"
+    elif major < 8:
+        fault = f"compute capability {major}.{minor} is below 8.0"
     elif len(set(names)) > 1:
         fault = f"the GPUs differ ({', '.join(names)}), and kernels are chosen by GPU: give --engine-device and --learner-device"
     elif backend not in BACKENDS.values():
         fault = f"attention backend {backend} has no aligned version; those that have: {', '.join(BACKENDS.values())}"
     elif llm.get("tensor_parallel_size", 1) > 1:
         fault = f"tensor parallelism over {llm['tensor_parallel_size']} GPUs sums in parts, and the learner does not"
-    if fault:
-        raise ValueError(f"--kernels aligned: {fault}; or choose --kernels standard")
+    else:
+        return
+    raise ValueError(f"--kernels aligned: {fault}; or choose --kernels standard")
 
 
 def prepare(kernels_mode: str, device: str, **llm) -> None:
     """Set vLLM's environment, before vLLM is imported: some files read it then (v1/attention/ops/triton_unified_attention.py).
     Raises ValueError if it has been imported with another, or for what `require_cuda` refuses."""
-    environment = ENVIRONMENT[kernels_mode]
     if kernels_mode == "aligned":
         require_cuda(device, **llm)
-    if "vllm" in sys.modules and any(os.environ.get(name, "0") != value for name, value in environment.items()):
-        raise ValueError(f"--kernels {kernels_mode}: this process has imported vLLM with other settings; on CUDA it takes a process each")
-    os.environ.update(environment)
+    if "vllm" in sys.modules and any(os.environ.get(k, "0") != v for k, v in ENVIRONMENT[kernels_mode].items()):
+        raise ValueError(f"--kernels {kernels_mode}: vLLM was imported here with other settings; on CUDA it takes a process each")
+    os.environ.update(ENVIRONMENT[kernels_mode])
 
 
 def engine_settings(kernels_mode: str, dtype: str, device: str, memory: float | None) -> dict:
     """Arguments of `vllm.LLM` on a GPU. memory: share of the GPU's memory; None: 0.4, which leaves room for the learner."""
-    settings = {
-        "device_ids": [torch.device(device).index],  # counted within CUDA_VISIBLE_DEVICES (engine/arg_utils.py)
-        "gpu_memory_utilization": memory or 0.4,
-        "async_scheduling": False,  # no step may be under way when weights are loaded
-    }
+    # ids count within CUDA_VISIBLE_DEVICES; asynchronous scheduling might have a step under way when weights are loaded
+    settings = {"device_ids": [torch.device(device).index], "gpu_memory_utilization": memory or 0.4, "async_scheduling": False}
     if kernels_mode == "aligned":  # eager: a compiled engine fuses operations that the learner calls one by one
-        backend = BACKENDS[getattr(torch, dtype)]
-        settings |= {"enforce_eager": True, "block_size": BLOCK, "attention_backend": backend, "tensor_parallel_size": 1}
+        settings |= {"enforce_eager": True, "block_size": BLOCK, "attention_backend": BACKENDS[getattr(torch, dtype)]}
     return settings
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Streams: learner and engine have one each, and weights go from one to the other
-
+# Streams: learner and engine have one each
 
 def own_stream(device) -> torch.cuda.Stream | None:
     """A new stream; None, which `torch.cuda.stream` takes for "no change", on the CPU."""
@@ -138,19 +123,27 @@ def reading(weights: dict[str, torch.Tensor], stream: torch.cuda.Stream | None):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Forward passes. vLLM is imported late: its environment must be set first
+# Forward passes
+
+
+def _late(module, name):
+    """A function of vLLM's, imported when it is called: the environment must be set before vLLM is imported."""
+    return lambda *args: getattr(importlib.import_module(f"vllm.{module}"), name)(*args)
+
+
+linear = _late("model_executor.determinism.batch_invariant", "linear_batch_invariant")  # (x, weight, bias)
+rms_norm = _late("model_executor.determinism.batch_invariant", "rms_norm_batch_invariant")  # (x, weight, eps)
+token_logprobs = _late("v1.worker.gpu.sample.logprob", "compute_token_logprobs")  # (logits [N, V], ids [N, 1]) -> [N, 1]
 
 
 class Linear(torch.autograd.Function):
-    """x [rows, in] @ weight [out, in].T + bias. Tiles are chosen by the matrix' shape (batch_invariant_configs.py), so
-    q/k/v and gate/up must be one matrix, as in the engine. The Triton kernel has no backward of its own."""
+    """x [rows, in] @ weight [out, in].T + bias; the Triton kernel has no backward of its own. Its tiles are chosen by the
+    matrix' shape (batch_invariant_configs.py), so q/k/v and gate/up must be one matrix, as in the engine."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
-        from vllm.model_executor.determinism.batch_invariant import linear_batch_invariant
-
         ctx.save_for_backward(x, weight)
-        return linear_batch_invariant(x, weight, bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
@@ -158,42 +151,27 @@ class Linear(torch.autograd.Function):
         return dy @ weight, dy.t() @ x, dy.sum(0) if ctx.needs_input_grad[2] else None
 
 
-def rms_norm(x, weight, eps):
-    from vllm.model_executor.determinism.batch_invariant import rms_norm_batch_invariant
-
-    return rms_norm_batch_invariant(x, weight, eps)
-
-
-def token_logprobs(logits, targets):
-    """Log-softmax of logits [rows, V] at targets [rows, 1], [rows, 1] float32, summed block by block."""
-    from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
-
-    return compute_token_logprobs(logits, targets)
-
-
 def apply_temperature(logits, temperature):
     """Divide logits [rows, V] float32 in place."""
-    from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
-
-    rows = torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)  # all of request 0
-    apply_temperature(logits, rows, torch.tensor([temperature], dtype=torch.float32, device=logits.device))
+    request = torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)  # row -> which temperature
+    temperatures = torch.tensor([temperature], dtype=torch.float32, device=logits.device)
+    _late("v1.worker.gpu.sample.gumbel", "apply_temperature")(logits, request, temperatures)
 
 
 @functools.cache
 def _attention_layer(H, K, D, dtype, device):
     """The engine's attention for these sizes, its metadata without what the batch decides, and its scales."""
-    if BACKENDS[dtype] == "FLASH_ATTN":
-        from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl as Impl, FlashAttentionMetadata as Metadata
+    from vllm.v1.attention.backends import flash_attn, triton_attn
 
-        fixed = {"max_num_splits": 1}  # as the builder sets it in batch-invariant mode
-    else:
-        from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl as Impl, TritonAttentionMetadata as Metadata
-
-        buffers = ("seq_threshold_3D", "num_par_softmax_segments", "softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
-        fixed = dict.fromkeys(buffers)  # of the kernel that splits a sequence, which batch-invariant mode does not use
+    if BACKENDS[dtype] == "FLASH_ATTN":  # splits: as its builder sets them in batch-invariant mode
+        impl, metadata, fixed = flash_attn.FlashAttentionImpl, flash_attn.FlashAttentionMetadata, {"max_num_splits": 1}
+    else:  # without the buffers of the kernel that splits a sequence
+        impl, metadata = triton_attn.TritonAttentionImpl, triton_attn.TritonAttentionMetadata
+        buffers = ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
+        fixed = dict.fromkeys(("seq_threshold_3D", "num_par_softmax_segments", *buffers))
     one = torch.ones((), device=device)  # of a cache that is not quantized
-    impl = Impl(H, D, D**-0.5, K, None, None, "auto")
-    return impl, functools.partial(Metadata, causal=True, **fixed), SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)
+    scales = SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)
+    return impl(H, D, D**-0.5, K, None, None, "auto"), functools.partial(metadata, causal=True, **fixed), scales
 
 
 def attention(q, k, v, packed) -> torch.Tensor:
@@ -203,10 +181,8 @@ def attention(q, k, v, packed) -> torch.Tensor:
     # vLLM's logical layout [blocks, K, BLOCK, 2 * D], keys before values; zeros for the reason in kernels.Attention
     cache = q.new_zeros(packed.blocks, BLOCK, K, 2 * D).transpose(1, 2)
     longest, out = max(packed.lengths), torch.zeros_like(q)
-    batch = metadata(
-        num_actual_tokens=n, max_query_len=longest, query_start_loc=packed.starts, max_seq_len=longest,
-        seq_lens=packed.row_lens, block_table=packed.block_table, slot_mapping=packed.slots,
-    )  # fmt: skip
+    batch = metadata(num_actual_tokens=n, max_query_len=longest, query_start_loc=packed.starts, max_seq_len=longest,
+                     seq_lens=packed.row_lens, block_table=packed.block_table, slot_mapping=packed.slots)  # fmt: skip
     impl.do_kv_cache_update(scales, k[:n], v[:n], cache, packed.slots)
     impl.forward(scales, q[:n], k[:n], v[:n], cache, batch, out[:n])
     return out

