@@ -10,7 +10,9 @@ the learner calls the same functions, with the backward passes of kernels.py. Wh
     RMSNorm           model_executor/layers/layernorm.py: rms_norm_batch_invariant of the same file (Triton); with a residual
                       the C++ operator fused_add_rms_norm, which has the same name on CPUs
     rotary, SwiGLU    model_executor/layers/{rotary_embedding/base,activation}.py, `forward_cuda`: C++ operators, as on CPUs
-    attention         v1/attention/backends/flash_attn.py or, for float32, triton_attn.py
+    attention         v1/attention/backends/triton_attn.py (Triton, one kernel for decode and prefill in this mode). Not
+                      FLASH_ATTN: on Hopper its tiles, and so its bits, follow the longest query of the batch, in this mode
+                      too (https://github.com/vllm-project/vllm/issues/51902)
     log-probability   model runner V2, v1/worker/gpu/sample/{sampler,states,gumbel,logprob}.py
 """
 
@@ -25,7 +27,7 @@ from types import SimpleNamespace
 import torch
 
 BLOCK = 16  # tokens per KV-cache block, on both sides (vLLM's default on GPUs)
-BACKENDS = {torch.bfloat16: "FLASH_ATTN", torch.float32: "TRITON_ATTN"}  # vLLM's flash attention has no float32
+BACKEND = "TRITON_ATTN"
 ENVIRONMENT = {
     "aligned": {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"},  # V1's log-softmax is another function
     "standard": {"VLLM_BATCH_INVARIANT": "0"},
@@ -57,7 +59,7 @@ def _vllm_version() -> str:
 
 def require_cuda(*devices: str, **llm) -> None:
     """Raise ValueError, one line, for what is known not to give equal bits on these GPUs; llm: arguments of `vllm.LLM`."""
-    backend = llm.get("attention_backend") or os.environ.get("VLLM_ATTENTION_BACKEND") or "FLASH_ATTN"
+    backend = llm.get("attention_backend") or os.environ.get("VLLM_ATTENTION_BACKEND") or BACKEND
     names = [torch.cuda.get_device_name(d) for d in devices]
     major, minor = min(torch.cuda.get_device_capability(d) for d in devices)
     if not _vllm_version().startswith("0.32."):
@@ -66,8 +68,8 @@ def require_cuda(*devices: str, **llm) -> None:
         fault = f"compute capability {major}.{minor} is below 8.0"
     elif len(set(names)) > 1:
         fault = f"the GPUs differ ({', '.join(names)}), and kernels are chosen by GPU: give --engine-device and --learner-device"
-    elif backend not in BACKENDS.values():
-        fault = f"attention backend {backend} has no aligned version; those that have: {', '.join(BACKENDS.values())}"
+    elif backend != BACKEND:
+        fault = f"attention backend {backend} has no aligned version, {BACKEND} has"
     elif llm.get("tensor_parallel_size", 1) > 1:
         fault = f"tensor parallelism over {llm['tensor_parallel_size']} GPUs sums in parts, and the learner does not"
     else:
@@ -85,12 +87,12 @@ def prepare(kernels_mode: str, device: str, **llm) -> None:
     os.environ.update(ENVIRONMENT[kernels_mode])
 
 
-def engine_settings(kernels_mode: str, dtype: str, device: str, memory: float | None) -> dict:
+def engine_settings(kernels_mode: str, device: str, memory: float | None) -> dict:
     """Arguments of `vllm.LLM` on a GPU. memory: share of the GPU's memory; None: 0.4, which leaves room for the learner."""
     # ids count within CUDA_VISIBLE_DEVICES; asynchronous scheduling might have a step under way when weights are loaded
     settings = {"device_ids": [torch.device(device).index], "gpu_memory_utilization": memory or 0.4, "async_scheduling": False}
     if kernels_mode == "aligned":  # eager: a compiled engine fuses operations that the learner calls one by one
-        settings |= {"enforce_eager": True, "block_size": BLOCK, "attention_backend": BACKENDS[getattr(torch, dtype)]}
+        settings |= {"enforce_eager": True, "block_size": BLOCK, "attention_backend": BACKEND}
     return settings
 
 
@@ -159,25 +161,22 @@ def apply_temperature(logits, temperature):
 
 
 @functools.cache
-def _attention_layer(H, K, D, dtype, device):
+def _attention_layer(H, K, D, device):
     """The engine's attention for these sizes, its metadata without what the batch decides, and its scales."""
-    from vllm.v1.attention.backends import flash_attn, triton_attn
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl, TritonAttentionMetadata
 
-    if BACKENDS[dtype] == "FLASH_ATTN":  # splits: as its builder sets them in batch-invariant mode
-        impl, metadata, fixed = flash_attn.FlashAttentionImpl, flash_attn.FlashAttentionMetadata, {"max_num_splits": 1}
-    else:  # without the buffers of the kernel that splits a sequence
-        impl, metadata = triton_attn.TritonAttentionImpl, triton_attn.TritonAttentionMetadata
-        buffers = ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
-        fixed = dict.fromkeys(("seq_threshold_3D", "num_par_softmax_segments", *buffers))
-    one = torch.ones((), device=device)  # of a cache that is not quantized
+    buffers = ("seq_threshold_3D", "num_par_softmax_segments", "softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
+    unsplit = dict.fromkeys(buffers)  # those of the kernel that splits a sequence, which this mode does not use
+    one = torch.ones((), device=device)  # the cache is not quantized
     scales = SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)
-    return impl(H, D, D**-0.5, K, None, None, "auto"), functools.partial(metadata, causal=True, **fixed), scales
+    impl = TritonAttentionImpl(H, D, D**-0.5, K, None, None, "auto")
+    return impl, functools.partial(TritonAttentionMetadata, causal=True, **unsplit), scales
 
 
 def attention(q, k, v, packed) -> torch.Tensor:
     """q [T, H, D], k and v [T, K, D] -> [T, H, D]: every packed sequence is a prefill of its own over a scratch cache."""
     n, K, D = packed.tokens, k.shape[1], k.shape[2]
-    impl, metadata, scales = _attention_layer(q.shape[1], K, D, q.dtype, q.device)
+    impl, metadata, scales = _attention_layer(q.shape[1], K, D, q.device)
     # vLLM's logical layout [blocks, K, BLOCK, 2 * D], keys before values; zeros for the reason in kernels.Attention
     cache = q.new_zeros(packed.blocks, BLOCK, K, 2 * D).transpose(1, 2)
     longest, out = max(packed.lengths), torch.zeros_like(q)

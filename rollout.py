@@ -97,7 +97,7 @@ class Engine:
                 "kv_cache_memory_bytes": _kv_cache_bytes(model, dtype, max_model_len, max_seqs),
             }
         else:
-            settings = kernels_cuda.engine_settings(kernels_mode, dtype, self.device, gpu_memory_utilization)
+            settings = kernels_cuda.engine_settings(kernels_mode, self.device, gpu_memory_utilization)
             kernels_cuda.prepare(kernels_mode, self.device, **settings)
         from vllm import LLM
 

@@ -30,7 +30,6 @@ from test_kernels import check_gradients, logprobs_of, make_requests, norm64, ra
 kernels.load_ops()
 
 import vllm.model_executor.determinism.batch_invariant as batch_invariant  # noqa: E402
-import vllm.v1.attention.backends.flash_attn as flash_attn  # noqa: E402
 import vllm.v1.attention.backends.triton_attn as triton_attn  # noqa: E402
 import vllm.v1.worker.gpu.sample.gumbel as gumbel  # noqa: E402
 import vllm.v1.worker.gpu.sample.logprob as logprob  # noqa: E402
@@ -80,7 +79,7 @@ def on_cuda(monkeypatch):
             calls[name, "last"] = kwargs
             return function(*args, **kwargs)
 
-        monkeypatch.setattr(owner, name, counted, raising=False)
+        monkeypatch.setattr(owner, name, counted)
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
     put(batch_invariant, "linear_batch_invariant", linear)
@@ -89,9 +88,6 @@ def on_cuda(monkeypatch):
     put(logprob, "compute_token_logprobs", token_logprobs)
     put(triton_attn, "unified_attention", paged_attention)
     put(triton_attn, "triton_reshape_and_cache_flash", cache_update)
-    put(flash_attn, "_FA4_DENSE_ATTENTION_KERNEL", paged_attention)
-    put(flash_attn, "reshape_and_cache_flash", cache_update)
-    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda **_: 2)
     for cpu in ("cpu_attention_with_kv_cache", "cpu_attn_reshape_and_cache", "get_scheduler_metadata", "rms_norm"):
         monkeypatch.setattr(torch.ops._C, cpu, None)  # a call of the CPU's operators is an error
     kernels_cuda._attention_layer.cache_clear()
@@ -148,7 +144,6 @@ LENGTHS = [1, 2, 5, 15, 16, 17, 60, 64, 70]  # around blocks of 16
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_over_a_scratch_cache_is_causal_attention_of_each_sequence(on_cuda, dtype):
-    """float32 through vLLM's TritonAttentionImpl, bfloat16 through its FlashAttentionImpl."""
     H, K, D = 4, 2, 32
     packed = kernels.pack([[0] * n for n in LENGTHS], rows=False)
     T, n = len(packed.input_ids), packed.tokens
@@ -163,12 +158,8 @@ def test_attention_over_a_scratch_cache_is_causal_attention_of_each_sequence(on_
 
     op = lambda q, k, v: kernels.Attention.apply(q, k, v, packed, D, None, None)[:n]  # noqa: E731
     check_gradients(op, reference, q, k, v, tolerance=1e-5 if dtype == torch.float32 else 0.01)
-    if dtype == torch.bfloat16:  # one split, as the engine's builder asks for
-        assert on_cuda["_FA4_DENSE_ATTENTION_KERNEL"] == on_cuda["reshape_and_cache_flash"] == 1
-        assert on_cuda["_FA4_DENSE_ATTENTION_KERNEL", "last"]["num_splits"] == 1
-    else:  # without the buffers of the kernel that splits
-        assert on_cuda["unified_attention"] == on_cuda["triton_reshape_and_cache_flash"] == 1
-        assert on_cuda["unified_attention", "last"]["softmax_segm_output"] is None
+    assert on_cuda["unified_attention"] == on_cuda["triton_reshape_and_cache_flash"] == 1
+    assert on_cuda["unified_attention", "last"]["softmax_segm_output"] is None  # a buffer of the kernel that splits
 
 
 def test_pack_gives_attention_one_request_per_sequence():
@@ -336,8 +327,7 @@ BOTH = ("cuda:1", "cuda:0")
 
 def test_what_works_is_not_refused(machine):
     machine("0.32.1+cu130", [("A", (8, 0)), ("A", (8, 0))])
-    for dtype in ("bfloat16", "float32"):
-        kernels_cuda.require_cuda(*BOTH, **kernels_cuda.engine_settings("aligned", dtype, "cuda:1", None))
+    kernels_cuda.require_cuda(*BOTH, **kernels_cuda.engine_settings("aligned", "cuda:1", None))
     assert kernels_cuda.choose_devices() == BOTH
 
 
@@ -348,6 +338,7 @@ def test_what_works_is_not_refused(machine):
         ({"version": "0.31.2"}, {}, "vLLM 0.31.2 is installed, not 0.32"),
         ({"version": "0.320.0"}, {}, "vLLM 0.320.0"),
         ({}, {"attention_backend": "FLASHINFER"}, "attention backend FLASHINFER has no aligned version"),
+        ({}, {"attention_backend": "FLASH_ATTN"}, "attention backend FLASH_ATTN has no aligned version, TRITON_ATTN has"),
         ({}, {"tensor_parallel_size": 2}, "tensor parallelism over 2 GPUs"),
         ({"gpus": [("H", (9, 0)), ("L", (8, 9))]}, {}, "the GPUs differ (L, H)"),
     ],
@@ -402,10 +393,9 @@ def test_environment_is_set_before_vllm_is_imported_or_else_it_is_an_error(machi
 
 
 def test_the_engine_gets_batch_invariant_settings_only_for_aligned_kernels():
-    aligned = kernels_cuda.engine_settings("aligned", "bfloat16", "cuda:1", 0.3)
-    standard = kernels_cuda.engine_settings("standard", "bfloat16", "cuda:1", None)
-    assert aligned["attention_backend"] == "FLASH_ATTN" and aligned["block_size"] == kernels_cuda.BLOCK and aligned["enforce_eager"]
-    assert kernels_cuda.engine_settings("aligned", "float32", "cuda:0", None)["attention_backend"] == "TRITON_ATTN"
+    aligned = kernels_cuda.engine_settings("aligned", "cuda:1", 0.3)
+    standard = kernels_cuda.engine_settings("standard", "cuda:1", None)
+    assert aligned["attention_backend"] == "TRITON_ATTN" and aligned["block_size"] == kernels_cuda.BLOCK and aligned["enforce_eager"]
     assert standard == {"device_ids": [1], "gpu_memory_utilization": 0.4, "async_scheduling": False}
     assert aligned["device_ids"] == [1] and aligned["gpu_memory_utilization"] == 0.3
 
@@ -520,13 +510,10 @@ def test_functions_that_the_learner_calls_have_the_parameters_we_give():
     takes(batch_invariant.rms_norm_batch_invariant, "input", "weight", "eps", "residual")
     takes(logprob.compute_token_logprobs, "logits", "token_ids")
     takes(gumbel.apply_temperature, "logits", "expanded_idx_mapping", "temperature")
-    for impl in (flash_attn.FlashAttentionImpl, triton_attn.TritonAttentionImpl):
-        takes(impl.__init__, "self", "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype")
-        takes(impl.forward, "self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
-        takes(impl.do_kv_cache_update, "self", "layer", "key", "value", "kv_cache", "slot_mapping")
-    for metadata in (flash_attn.FlashAttentionMetadata, triton_attn.TritonAttentionMetadata):
-        names = {f.name for f in dataclasses.fields(metadata)}
-        assert names >= {"num_actual_tokens", "max_query_len", "query_start_loc", "max_seq_len", "seq_lens", "block_table", "slot_mapping", "causal"}
+    impl = triton_attn.TritonAttentionImpl  # test_attention_over_... makes one, and its metadata
+    takes(impl.__init__, "self", "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype")
+    takes(impl.forward, "self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+    takes(impl.do_kv_cache_update, "self", "layer", "key", "value", "kv_cache", "slot_mapping")
 
 
 def test_engine_arguments_and_environment_variables_exist():
@@ -535,11 +522,11 @@ def test_engine_arguments_and_environment_variables_exist():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     names = {f.name for f in dataclasses.fields(EngineArgs)}
-    assert names >= set(kernels_cuda.engine_settings("aligned", "bfloat16", "cuda:0", None))
+    assert names >= set(kernels_cuda.engine_settings("aligned", "cuda:0", None))
     assert set(envs.environment_variables) >= {name for e in kernels_cuda.ENVIRONMENT.values() for name in e}
-    for backend in kernels_cuda.BACKENDS.values():
-        assert AttentionBackendEnum[backend].get_class().supports_batch_invariance()
-    assert torch.float32 not in flash_attn.FlashAttentionBackend.supported_dtypes  # hence TRITON_ATTN
+    backend = AttentionBackendEnum[kernels_cuda.BACKEND].get_class()
+    assert backend.supports_batch_invariance() and {torch.bfloat16, torch.float32} <= set(backend.supported_dtypes)
+    assert backend.supports_block_size(kernels_cuda.BLOCK)
 
 
 @pytest.mark.parametrize(
@@ -551,7 +538,6 @@ def test_engine_arguments_and_environment_variables_exist():
         ("model_executor.determinism.batch_invariant", "rms_norm_batch_invariant", ["ops.fused_add_rms_norm(input, residual, weight, eps)"]),
         ("model_executor.layers.rotary_embedding.base", "RotaryEmbedding.forward_cuda", ["ops.rotary_embedding("]),
         ("model_executor.layers.activation", "SiluAndMul.forward_cuda", ["self.op(out, x)"]),
-        ("v1.attention.backends.flash_attn", "FlashAttentionMetadataBuilder.build", ["if envs.VLLM_BATCH_INVARIANT:\n            max_num_splits = 1"]),
         ("v1.attention.ops.triton_unified_attention", "unified_attention", ["or softmax_segm_output is None", "or is_batch_invariant"]),
         ("v1.worker.gpu.sample.sampler", "Sampler.__call__", ["PROCESSED_LOGPROBS_MODES", "compute_topk_scores("]),
         ("v1.worker.gpu.sample.logprob", "compute_topk_scores", ["compute_token_logprobs(logits, logprob_token_ids)"]),
@@ -604,10 +590,19 @@ def test_gpu_rows_do_not_depend_on_the_row_count(dtype):
     device = kernels_cuda.choose_devices()[1]
     kernels_cuda.prepare("aligned", device)
     kernels.load_ops()
-    x, w, b, n = (randn(*shape, seed=i, dtype=dtype).to(device) for i, shape in enumerate([(512, 384), (128, 384), (128,), (384,)]))
-    for op in (lambda x: kernels.linear(x, w, b), lambda x: kernels.RMSNorm.apply(x, n, 1e-6), kernels.swiglu):
+    shapes = [(512, 1024), (128, 1024), (128,), (1024,)]
+    x, w, b, n = (randn(*shape, seed=i, dtype=dtype).to(device) for i, shape in enumerate(shapes))
+    operations = [
+        lambda x: kernels.linear(x, w, b),
+        lambda x: kernels.RMSNorm.apply(x, n, 1e-6),
+        # before https://github.com/vllm-project/vllm/pull/48391 the operator's bits changed at 256 rows, in this mode too
+        lambda x: torch.cat(kernels.AddRMSNorm.apply(x, x.roll(1, -1), n, 1e-6), -1),
+        kernels.swiglu,
+        lambda x: kernels.TokenLogprobs.apply(x, w, b, torch.arange(len(x), device=device) % 128, 0.7)[0],
+    ]
+    for op in operations:
         full = op(x)
-        assert all(torch.equal(op(x[:rows]), full[:rows]) for rows in (1, 2, 3, 16, 17, 64, 127, 128, 129, 511))
+        assert all(torch.equal(op(x[:rows]), full[:rows]) for rows in (1, 2, 3, 16, 17, 64, 127, 128, 129, 255, 256, 257, 511))
 
 
 @pytest.mark.gpu
