@@ -13,6 +13,7 @@ Notation: T packed tokens, B sequences, H query heads, K key/value heads, D head
 The engine's side is installed by `engine_kernels(...)` around the construction of `vllm.LLM`, the learner's side is
 `hidden_states(...)` and `token_logprobs(...)`, which walk an ordinary transformers model: parameters, names and
 configuration stay transformers' own. Written against vLLM 0.32.0; the files relied on are named where they are used.
+On CUDA the forward passes are the engine's own (kernels_cuda.py); the backward passes here serve both.
 
 `python kernels.py --model M` runs the alignment checks C0 to C10 (checks.py).
 """
@@ -27,6 +28,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch; run_async.py sa
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+
+import kernels_cuda
 
 ROWS = 16  # linear layers see a multiple of this many rows; see `linear`
 BLOCK = 128  # tokens per KV-cache block, on both sides (vLLM's default on CPUs, vllm/platforms/cpu.py)
@@ -85,6 +88,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     batch. At multiples of 16 rows the bits did not depend on the row count (16 to 7,504), on one or two threads, nor on
     whether q/k/v or gate/up are one matrix (check C3).
     """
+    if x.is_cuda:
+        return kernels_cuda.Linear.apply(x, weight, bias)
     rows = x.shape[0]
     if pad := -rows % ROWS:
         return F.linear(F.pad(x, (0, 0, 0, pad)), weight, bias)[:rows]
@@ -94,14 +99,17 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 class RMSNorm(torch.autograd.Function):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019, eq. 4), one row at a time.
 
-    The forward is vLLM's C++ operator, in which a row is summed by one thread in a fixed order.
+    The forward on CPUs is vLLM's C++ operator, in which a row is summed by one thread in a fixed order.
     """
 
     @staticmethod
     def forward(ctx, x, weight, eps):
         x = x.contiguous()  # the operator does not look at strides
-        y = torch.empty_like(x)
-        torch.ops._C.rms_norm(y, x, weight, eps)
+        if x.is_cuda:
+            y = kernels_cuda.rms_norm(x, weight, eps)
+        else:
+            y = torch.empty_like(x)
+            torch.ops._C.rms_norm(y, x, weight, eps)
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         return y
@@ -136,17 +144,17 @@ def _rms_norm_backward(dy, x, weight, eps):
     """Gradients of RMSNorm in float32, dx = r (g - n mean(g n)) and dweight = sum(dy n), with r the inverse root mean
     square, n = r x and g = dy weight. Rows are taken in pieces that stay in the cache: it is memory that limits this."""
     width = x.shape[-1]
-    dx = torch.empty(x.shape, dtype=torch.float32)
-    dweight = torch.zeros(width)
+    dx = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    dweight = torch.zeros(width, device=x.device)
     weight_f = weight.float()
-    pieces = (t.reshape(-1, width).split(max(1, 2**20 // width)) for t in (dy, x, dx))
+    pieces = (t.reshape(-1, width).split(max(1, (2**26 if x.is_cuda else 2**20) // width)) for t in (dy, x, dx))
     for dy_, x_, out in zip(*pieces):
         x_ = x_.float()
         r = torch.linalg.vector_norm(x_, dim=-1, keepdim=True).square_().div_(width).add_(eps).rsqrt_()
         n, dy_ = x_ * r, dy_.float()
         dn = dy_ * n
         dweight += dn.sum(0)
-        mean = (dn @ weight_f).div_(-width)  # of -g n
+        mean = dn.mv(weight_f).div_(-width)  # of -g n; `@` with a vector is refused by batch-invariant matmul on CUDA
         torch.addcmul(dy_ * weight_f, n, mean[:, None], out=out)
         out.mul_(r)
     return dx, dweight.to(weight.dtype)
@@ -178,10 +186,11 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
     torch cuts an elementwise operation into one piece per thread and computes what does not fill a vector by a scalar
     exp that can differ in the last bit. With an intermediate size that is a multiple of 128 and at most two threads the
-    cuts fall on whole vectors; otherwise vLLM's C++ operator, which works row by row, is used (2.3 times slower).
+    cuts fall on whole vectors; otherwise vLLM's C++ operator, which works row by row, is used (2.3 times slower). On CUDA
+    the engine calls that operator too.
     """
     width = gate_up.shape[-1] // 2
-    if width % 128 == 0 and CORES <= 2:
+    if width % 128 == 0 and CORES <= 2 and not gate_up.is_cuda:
         return F.silu(gate_up[..., :width]) * gate_up[..., width:]
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     torch.ops._C.silu_and_mul(out, gate_up)
@@ -242,15 +251,19 @@ class Packed:
     positions: torch.Tensor  # [T] int64, from 0 in each sequence
     tokens: int  # real tokens; input_ids beyond them are padding
     lengths: list[int]  # tokens per sequence
-    row_lens: torch.Tensor  # [tokens] int32, position + 1
-    block_table: torch.Tensor  # [tokens, blocks] int32: the scratch-cache blocks of the row's sequence
+    row_lens: torch.Tensor  # [tokens] int32, position + 1; on CUDA [B], the sequence's length
+    block_table: torch.Tensor  # [tokens, blocks] int32: the scratch-cache blocks of the row's sequence; on CUDA [B, blocks]
+    starts: torch.Tensor | None  # on CUDA: [B + 1] int32, where each sequence starts, and the end
     slots: torch.Tensor  # [tokens] int64: where the token's key and value lie in the scratch cache
     blocks: int  # scratch-cache blocks in all
     groups: list[torch.Tensor]  # for the backward: [b, L] int64 token indices of sequences of like length, -1 = none
 
 
-def pack(sequences: list[list[int]]) -> Packed:
-    """Lay token-id sequences end to end; the order is kept."""
+def pack(sequences: list[list[int]], device="cpu", rows: bool | None = None) -> Packed:
+    """Lay token-id sequences end to end; the order is kept. rows: attention takes every token as a request of its own, as
+    it must on CPUs (the default there), and not every sequence."""
+    rows = torch.device(device).type == "cpu" if rows is None else rows
+    block = BLOCK if rows else kernels_cuda.BLOCK
     lengths = [len(s) for s in sequences]
     tokens = sum(lengths)
     pad = -tokens % ROWS
@@ -259,7 +272,7 @@ def pack(sequences: list[list[int]]) -> Packed:
     start = torch.cumsum(sizes, 0) - sizes  # [B] first token of each sequence
     owner = torch.repeat_interleave(torch.arange(len(lengths)), sizes)  # [tokens]
     positions = torch.arange(tokens) - start[owner]
-    blocks = (sizes + BLOCK - 1) // BLOCK  # [B]
+    blocks = (sizes + block - 1) // block  # [B]
     first = torch.cumsum(blocks, 0) - blocks
     table = (first[:, None] + torch.arange(int(blocks.max()))).to(torch.int32)  # entries past a sequence's end: unread
     table.clamp_(max=int(blocks.sum()) - 1)
@@ -279,22 +292,23 @@ def pack(sequences: list[list[int]]) -> Packed:
         indices.append(torch.where(longest < sizes[member, None], start[member, None] + longest, -1))
 
     return Packed(
-        input_ids=torch.tensor(flat + [0] * pad),
-        positions=F.pad(positions, (0, pad)),
+        input_ids=torch.tensor(flat + [0] * pad, device=device),
+        positions=F.pad(positions, (0, pad)).to(device),
         tokens=tokens,
         lengths=lengths,
-        row_lens=(positions + 1).to(torch.int32),
-        block_table=table[owner],
-        slots=first[owner] * BLOCK + positions,
+        row_lens=(positions + 1 if rows else sizes).to(device, torch.int32),
+        block_table=(table[owner] if rows else table).to(device),
+        starts=None if rows else F.pad(torch.cumsum(sizes, 0), (1, 0)).to(device, torch.int32),
+        slots=(first[owner] * block + positions).to(device),
         blocks=int(blocks.sum()),
-        groups=indices,
+        groups=[index.to(device) for index in indices],
     )
 
 
 class Attention(torch.autograd.Function):
     """Causal attention (Vaswani et al. 2017, eq. 1) over packed sequences: q [T, H*D], k and v [T, K*D] -> [T, H*D].
 
-    Forward: vLLM's paged CPU attention over a scratch KV cache, every query token as a request of its own. Called that
+    Forward on CPUs: vLLM's paged attention over a scratch KV cache, every query token as a request of its own. Called that
     way a token's bits are the same in decode, prefill, chunked prefill and in any batch (check C6); called the stock
     way they are not. Backward: the explicit formula on batched matmuls, recomputing the probabilities; it need not
     equal the forward's bits, only itself from run to run.
@@ -304,16 +318,19 @@ class Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, packed: Packed, head_dim, metadata, isa):
         T, n = q.shape[0], packed.tokens
         q, k, v = (x.reshape(T, -1, head_dim) for x in (q, k, v))
-        # vLLM's cache layout: [blocks, K, 2 * BLOCK, D], keys in the first half of each block, values in the second.
-        # Zeros: a block is read to its end, and what was never written, times probability 0, is NaN if it is not finite.
-        cache = q.new_zeros(packed.blocks, k.shape[1], 2 * BLOCK, head_dim)
-        keys, values = cache.chunk(2, dim=2)
-        out = torch.zeros_like(q)
-        with ATTENTION_LOCK:
-            torch.ops._C.cpu_attn_reshape_and_cache(k[:n], v[:n], keys, values, packed.slots, isa)
-            _attention_rows(
-                q[:n], keys, values, out[:n], packed.row_lens, packed.block_table, metadata, head_dim**-0.5
-            )
+        if q.is_cuda:
+            out = kernels_cuda.attention(q, k, v, packed)
+        else:
+            # vLLM's cache layout: [blocks, K, 2 * BLOCK, D], keys in the first half of each block, values in the second.
+            # Zeros: a block is read to its end, and what was never written, times probability 0, is NaN if it is not finite.
+            cache = q.new_zeros(packed.blocks, k.shape[1], 2 * BLOCK, head_dim)
+            keys, values = cache.chunk(2, dim=2)
+            out = torch.zeros_like(q)
+            with ATTENTION_LOCK:
+                torch.ops._C.cpu_attn_reshape_and_cache(k[:n], v[:n], keys, values, packed.slots, isa)
+                _attention_rows(
+                    q[:n], keys, values, out[:n], packed.row_lens, packed.block_table, metadata, head_dim**-0.5
+                )
         ctx.save_for_backward(q, k, v, out)
         ctx.packed = packed
         return out.view(T, -1)
@@ -342,7 +359,7 @@ class Attention(torch.autograd.Function):
                 keep = real[:, None, None, :, None].expand(b, K, G, L, 1).reshape(b * K, G * L, 1)
                 db, delta_b = db * keep, delta_b * keep
             # padding only follows the real tokens, so causality hides it too
-            future = torch.full((L, L), float("-inf"), dtype=dtype).triu_(1).repeat(G, 1)
+            future = torch.full((L, L), float("-inf"), dtype=dtype, device=q.device).triu_(1).repeat(G, 1)
             scores = torch.baddbmm(future.expand(b * K, G * L, L), qb, kb.transpose(1, 2), alpha=scale)
             p = torch.softmax(scores, -1, dtype=torch.float32)  # [b * K, G * L, L]
             put(dv, torch.bmm(p.to(dtype).transpose(1, 2), db), 1)
@@ -356,8 +373,9 @@ class Attention(torch.autograd.Function):
 # The learner's forward: a transformers model, walked layer by layer with the operations above
 
 
-def rotary_table(config, dtype) -> torch.Tensor:
-    """vLLM's cos/sin table [max_position, D] in the model's dtype, from the function that the engine builds it with."""
+def rotary_table(config, dtype, device="cpu") -> torch.Tensor:
+    """vLLM's cos/sin table [max_position, D] in the model's dtype, from the function that the engine builds it with, and
+    on its device: another one's cosine rounds differently."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding
     from vllm.transformers_utils.config import set_default_rope_theta
@@ -368,7 +386,7 @@ def rotary_table(config, dtype) -> torch.Tensor:
     # implementation and then be handed to the engine: make it, take its table, and put the cache back.
     cache, rotary_embedding._ROPE_DICT = rotary_embedding._ROPE_DICT, {}
     try:
-        with set_current_vllm_config(VllmConfig()):
+        with set_current_vllm_config(VllmConfig()), torch.device(device):
             rope = rotary_embedding.get_rope(
                 head_size(config), config.max_position_embeddings, rope_parameters=config.rope_parameters, dtype=dtype
             )
@@ -394,7 +412,7 @@ def _decoder_layer(layer, x, residual, packed, cos_sin, metadata, isa, trace=Non
     x, residual = _add_norm(x, residual, layer.input_layernorm)
     trace("input_residual", residual)
     trace("input_norm", x)
-    qkv = F.linear(x, *_merged(attn.q_proj, attn.k_proj, attn.v_proj))
+    qkv = linear(x, *_merged(attn.q_proj, attn.k_proj, attn.v_proj))
     trace("qkv", qkv)
     q, k, v = qkv.split([p.out_features for p in (attn.q_proj, attn.k_proj, attn.v_proj)], dim=-1)
     if hasattr(attn, "q_norm"):  # Qwen3
@@ -407,16 +425,16 @@ def _decoder_layer(layer, x, residual, packed, cos_sin, metadata, isa, trace=Non
     trace("rotary", torch.cat([q, k], -1))
     x = Attention.apply(q, k, v.contiguous(), packed, D, metadata, isa)
     trace("attention", x)
-    x = F.linear(x, attn.o_proj.weight, attn.o_proj.bias)
+    x = linear(x, attn.o_proj.weight, attn.o_proj.bias)
     trace("o_proj", x)
     x, residual = _add_norm(x, residual, layer.post_attention_layernorm)
     trace("residual", residual)
     trace("post_attention_norm", x)
-    x = F.linear(x, *_merged(mlp.gate_proj, mlp.up_proj))
+    x = linear(x, *_merged(mlp.gate_proj, mlp.up_proj))
     trace("gate_up", x)
     x = SwiGLU.apply(x)
     trace("activation", x)
-    x = F.linear(x, mlp.down_proj.weight, mlp.down_proj.bias)
+    x = linear(x, mlp.down_proj.weight, mlp.down_proj.bias)
     trace("down", x)
     return x, residual
 
@@ -430,9 +448,11 @@ def _add_norm(x, residual, norm):
 def hidden_states(model, packed: Packed, cos_sin, gradient_checkpointing: bool = False, trace=None) -> torch.Tensor:
     """Final hidden states [T, hidden] of a transformers causal LM (Llama, Qwen2 or Qwen3) over packed sequences."""
     config, dtype, D = model.config, model.dtype, head_size(model.config)
-    isa = _isa(dtype, D)
-    with ATTENTION_LOCK:  # the plan is laid out in the same scratch buffer
-        metadata = _row_metadata(packed.row_lens, config.num_attention_heads, config.num_key_value_heads, D, dtype, isa)
+    metadata = isa = None
+    if not packed.input_ids.is_cuda:
+        isa = _isa(dtype, D)
+        with ATTENTION_LOCK:  # the plan is laid out in the same scratch buffer
+            metadata = _row_metadata(packed.row_lens, config.num_attention_heads, config.num_key_value_heads, D, dtype, isa)
     x, residual = F.embedding(packed.input_ids, model.model.embed_tokens.weight), None
     if trace:
         trace("embedding", x)
@@ -454,20 +474,22 @@ class TokenLogprobs(torch.autograd.Function):
 
     hidden [N, hidden], weight [V, hidden], targets [N] int64. Logits are rounded to the model's dtype, divided by the
     temperature and log-softmaxed in float32, row by row, as vLLM's sampler does with logprobs_mode=processed_logprobs
-    (vllm/v1/sample/ops/topk_topp_sampler.py). The backward recomputes them chunk by chunk. Entropy carries no gradient.
+    (vllm/v1/sample/ops/topk_topp_sampler.py; on CUDA kernels_cuda.py). The backward recomputes them chunk by chunk. Entropy
+    carries no gradient.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature):
         logprobs, entropies, normalizers = [], [], []
-        for a, b in _chunks(weight.shape[0], hidden.shape[0]):
+        for a, b in _chunks(weight.shape[0], hidden.shape[0], hidden.is_cuda):
             logits = _logits(hidden[a:b], weight, bias, temperature)
             logp = torch.log_softmax(logits, dim=-1)
             at = targets[a:b, None]
-            logprobs.append(logp.gather(1, at)[:, 0])
+            logprobs.append((kernels_cuda.token_logprobs(logits, at) if logits.is_cuda else logp.gather(1, at))[:, 0])
             normalizers.append(logits.gather(1, at)[:, 0] - logprobs[-1])
-            p = torch.exp(logp, out=logits)
-            entropies.append(-torch.bmm(p[:, None], logp.clamp_(min=-1e4)[:, :, None])[:, 0, 0])  # 0 log 0 = 0
+            p, logp = torch.exp(logp, out=logits), logp.clamp_(min=-1e4)  # 0 log 0 = 0
+            # batch-invariant bmm on CUDA computes tiles of 128 x 128, of which this would use one element
+            entropies.append(-(p.mul_(logp).sum(-1) if p.is_cuda else torch.bmm(p[:, None], logp[:, :, None])[:, 0, 0]))
         logprobs, entropy = torch.cat(logprobs), torch.cat(entropies)
         ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(normalizers))
         ctx.temperature = temperature
@@ -480,7 +502,7 @@ class TokenLogprobs(torch.autograd.Function):
         dhidden = torch.empty_like(hidden)
         dweight = torch.zeros_like(weight, dtype=torch.float32)
         dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for a, b in _chunks(weight.shape[0], hidden.shape[0]):
+        for a, b in _chunks(weight.shape[0], hidden.shape[0], hidden.is_cuda):
             g = dlogprobs[a:b, None] / ctx.temperature
             p = _logits(hidden[a:b], weight, bias, ctx.temperature).sub_(normalizer[a:b, None]).exp_()
             dlogits = p.mul_(-g).scatter_add_(1, targets[a:b, None], g)
@@ -495,12 +517,15 @@ class TokenLogprobs(torch.autograd.Function):
 def _logits(hidden, weight, bias, temperature):
     """[rows, V] float32: rounded to the model's dtype, then divided by the temperature."""
     logits = linear(hidden, weight, bias).float()
-    if temperature != 1.0:  # divided by a tensor, as vLLM does; dividing by a number need not round the same way
+    if temperature != 1.0 and logits.is_cuda:
+        kernels_cuda.apply_temperature(logits, temperature)
+    elif temperature != 1.0:  # divided by a tensor, as vLLM does; dividing by a number need not round the same way
         logits /= torch.full((logits.shape[0], 1), temperature)
     return logits
 
 
-def _chunks(vocab, rows, elements=2**23):
+def _chunks(vocab, rows, cuda=False, elements=None):
+    elements = elements or (2**27 if cuda else 2**23)
     size = max(ROWS, elements // vocab // ROWS * ROWS)
     return [(a, min(a + size, rows)) for a in range(0, rows, size)]
 
@@ -515,15 +540,15 @@ def token_logprobs(hidden, lm_head, targets, temperature: float = 1.0):
 
 
 @contextlib.contextmanager
-def engine_kernels(mode: str):
-    """While the `vllm.LLM` is built and weights are loaded: put the aligned operations in vLLM's place (`aligned`), or
-    leave vLLM as it is (`standard`).
+def engine_kernels(mode: str, device: str = "cpu"):
+    """On CPUs, while the `vllm.LLM` is built and weights are loaded: put the aligned operations in vLLM's place (`aligned`),
+    or leave vLLM as it is (`standard`).
 
     vLLM binds its operations when a layer is built, so an engine keeps what it was built with after the context ends.
     Replaced: the linear that `dispatch_cpu_unquantized_gemm` chooses (vllm/model_executor/layers/utils.py), the CPU
     methods of RMSNorm and SiluAndMul, and the metadata builder and implementation of the CPU attention backend.
     """
-    if mode == "standard":
+    if mode == "standard" or device != "cpu":
         yield
         return
     import vllm.model_executor.layers.utils as layer_utils

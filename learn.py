@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 import kernels
-from rollout import Sample
+import kernels_cuda
+from rollout import Sample, Weights
 
 
 @dataclass
@@ -77,24 +78,28 @@ class Learner:
     """A transformers causal language model, its float32 master weights and Adam, and the update.
 
     model: local Hugging Face folder; dtype: "bfloat16" or "float32" of the model that computes; kernels_mode: "aligned"
-    (kernels.py) or "standard" (the stock transformers forward). Raises ValueError for an architecture without aligned
-    kernels.
+    (kernels.py) or "standard" (the stock transformers forward); device: "cpu" or "cuda:N". The model computes there; what
+    is per token (ratios, gates, metrics) is on the CPU. Raises ValueError for what has no aligned kernels.
     """
 
     def __init__(self, model, dtype="bfloat16", kernels_mode="aligned", *, lr=1e-4, max_grad_norm=1.0, temperature=1.0,
-                 tokens_per_microbatch=8192, gates=Gates(), audit=8, gradient_checkpointing=False, allow_mismatch=False):
+                 tokens_per_microbatch=8192, gates=Gates(), audit=8, gradient_checkpointing=False, allow_mismatch=False,
+                 device=None):
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        self.device = device or kernels_cuda.choose_devices()[1]
+        if self.device != "cpu":
+            kernels_cuda.prepare(kernels_mode, self.device)
         config = AutoConfig.from_pretrained(model)
         if kernels_mode == "aligned":
             kernels.require_supported(config)
             kernels.load_ops()
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()  # eval: no dropout
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(self.device).eval()  # eval: no dropout
         self.mode, self.temperature, self.gates = kernels_mode, temperature, gates
         self.tokens_per_microbatch, self.audit, self.allow_mismatch = tokens_per_microbatch, audit, allow_mismatch
         self.gradient_checkpointing, self.max_grad_norm = gradient_checkpointing, max_grad_norm
         if kernels_mode == "aligned":
-            self.cos_sin = kernels.rotary_table(self.model.config, self.model.dtype)
+            self.cos_sin = kernels.rotary_table(self.model.config, self.model.dtype, self.device)
         elif gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.train()
@@ -111,9 +116,9 @@ class Learner:
 
     # -- weights
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> Weights:
         """A copy of the current weights, parameter name -> tensor in the model's dtype, safe to publish."""
-        return {name: p.detach().clone() for name, p in self.params.items()}
+        return Weights((name, p.detach().clone()) for name, p in self.params.items())
 
     @contextlib.contextmanager
     def holding(self, weights: dict[str, torch.Tensor] | None):
@@ -132,21 +137,21 @@ class Learner:
     def score(self, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
         """(log pi, entropy) of the responses' tokens, end to end: [N] float32 each, in one forward. Differentiable."""
         sequences = [s.prompt_ids + s.response_ids for s in samples]
-        targets = torch.tensor([t for s in samples for t in s.response_ids])
+        targets = torch.tensor([t for s in samples for t in s.response_ids], device=self.device)
         sizes = [len(s.response_ids) for s in samples]
         first = [len(s.prompt_ids) - 1 for s in samples]  # the position that predicts the first response token
         if self.mode == "aligned":
-            packed = kernels.pack(sequences)
+            packed = kernels.pack(sequences, self.device)
             hidden = kernels.hidden_states(self.model, packed, self.cos_sin, self.gradient_checkpointing)
             at, start = [], 0
             for sequence, f, n in zip(sequences, first, sizes):
                 at.extend(range(start + f, start + f + n))
                 start += len(sequence)
-            hidden = hidden[torch.tensor(at)]
+            hidden = hidden[torch.tensor(at, device=self.device)]
         else:
             longest = max(map(len, sequences))
-            ids = torch.tensor([s + [0] * (longest - len(s)) for s in sequences])
-            mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences])
+            ids = torch.tensor([s + [0] * (longest - len(s)) for s in sequences], device=self.device)
+            mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences], device=self.device)
             hidden = self.model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
             hidden = torch.cat([hidden[i, f : f + n] for i, (f, n) in enumerate(zip(first, sizes))])
         return kernels.token_logprobs(hidden, self.model.lm_head, targets, self.temperature)
@@ -182,17 +187,19 @@ class Learner:
                 owner = torch.repeat_interleave(torch.arange(len(batch)), sizes)
                 logmu = torch.cat([s.logprobs for s in batch])
                 mask = torch.tensor([m for s in batch for m in s.mask], dtype=torch.bool)
-                w, valid, rejected = token_weights(logp.detach(), logmu, mask, owner, self.gates)
+                now, entropy = logp.detach().cpu(), entropy.cpu()
+                w, valid, rejected = token_weights(now, logmu, mask, owner, self.gates)
                 scale = torch.tensor([-advantage[i] / len(samples) for i in indices], dtype=torch.float64)
                 scale /= torch.zeros(len(batch), dtype=torch.float64).index_add_(0, owner, valid.double()).clamp_(min=1)
                 coefficient = w * scale.float()[owner]
-                stats.add(logp.detach(), logmu, entropy, mask, valid, rejected, owner, coefficient)
-                for i, now in zip(indices, logp.detach().split(sizes.tolist())):
-                    logp_now[i] = now
+                stats.add(now, logmu, entropy, mask, valid, rejected, owner, coefficient)
+                for i, part in zip(indices, now.split(sizes.tolist())):
+                    logp_now[i] = part
                 if learn:
                     self._backward(logp, coefficient)
         # in parts: one float32 sum over 2^28 squares would be several per cent too small
-        norm = math.sqrt(sum(part.norm().item() ** 2 for part in self.master.grad.split(2**16)))
+        parts = torch.stack([part.norm() for part in self.master.grad.split(2**16)])
+        norm = math.sqrt(sum(part**2 for part in parts.tolist()))
         stepped = any(advantage) and math.isfinite(norm)
         if stepped:
             if norm > self.max_grad_norm > 0:
@@ -211,7 +218,7 @@ class Learner:
 
     def _backward(self, logp: torch.Tensor, coefficient: torch.Tensor) -> None:
         """Accumulate the gradient of sum(coefficient * logp) into the float32 gradient."""
-        logp.backward(coefficient)
+        logp.backward(coefficient.to(logp.device))
         used = [(p, grad) for p, _, grad in self.views if p.grad is not None]
         torch._foreach_add_([grad for _, grad in used], [p.grad for p, _ in used])
         for p, _ in used:
@@ -232,7 +239,7 @@ class Learner:
         for version in sorted({samples[i].version for i in chosen}):
             indices = [i for i in chosen if samples[i].version == version]
             with self.holding(weights_of(version)):
-                logp_v, _ = self.score([samples[i] for i in indices])
+                logp_v = self.score([samples[i] for i in indices])[0].cpu()
             sampled = torch.tensor([m for i in indices for m in samples[i].mask], dtype=torch.bool)
             mismatch.append((logp_v - torch.cat([samples[i].logprobs for i in indices]))[sampled])
             lag.append((torch.cat([logp_now[i] for i in indices]) - logp_v)[sampled])
@@ -264,6 +271,7 @@ class Learner:
         """Restore what `state` gave. Raises ValueError if it belongs to another model."""
         if state["master"].shape != self.master.shape:
             raise ValueError(f"checkpoint holds {state['master'].numel():,} parameters, the model {self.master.numel():,}; check --model")
+        state = {name: tensor.to(self.device) for name, tensor in state.items()}
         self.master.copy_(state["master"])
         self._round_master()
         if state["adam_step"] > 0:

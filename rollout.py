@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 import kernels
+import kernels_cuda
 
 
 @dataclass
@@ -74,21 +75,37 @@ class Engine:
 
     model: local Hugging Face folder; dtype: "bfloat16" or "float32"; kernels_mode: "aligned" or "standard";
     max_model_len: tokens of prompt and response together; max_seqs: sequences decoded at once; stop_ids: token ids that
-    end a response; stop: strings that end a turn of a request with a follow-up.
+    end a response; stop: strings that end a turn of a request with a follow-up; device: "cpu" or "cuda:N", and
+    gpu_memory_utilization the share of its memory that vLLM takes (kernels_cuda.py says what they are by default).
     """
 
-    def __init__(self, model, dtype, kernels_mode, max_model_len, max_seqs, stop_ids, seed=0, stop=()):
+    def __init__(self, model, dtype, kernels_mode, max_model_len, max_seqs, stop_ids, seed=0, stop=(), device=None,
+                 gpu_memory_utilization=None):
         # One process: the learner's tensors are the engine's input, and the rollout thread may share the lock of
         # kernels.py. Must be set before vLLM is imported.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        self.device = device or kernels_cuda.choose_devices()[0]
+        self.stream = kernels_cuda.own_stream(self.device)  # None on CPUs
+        if self.stream is None:
+            settings = {
+                "enforce_eager": True,
+                # a seed per request and a chunk of a prompt do not go together in vLLM 0.32 on a CPU ("CPU Generator
+                # does not use offset"); without chunks a prompt must fit a step
+                "enable_chunked_prefill": False,
+                "block_size": kernels.BLOCK,
+                "kv_cache_memory_bytes": _kv_cache_bytes(model, dtype, max_model_len, max_seqs),
+            }
+        else:
+            settings = kernels_cuda.engine_settings(kernels_mode, self.device, gpu_memory_utilization)
+            kernels_cuda.prepare(kernels_mode, self.device, **settings)
         from vllm import LLM
 
         set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it by a warning (v1/worker/cpu_worker.py)
         self.mode, self.stop_ids, self.version, self.cancelled = kernels_mode, sorted(stop_ids), None, False
         self.max_model_len, self.stop = max_model_len, list(stop)
         batch_tokens = max(8192, max_model_len)
-        with kernels.engine_kernels(kernels_mode):
+        with kernels.engine_kernels(kernels_mode, self.device), torch.cuda.stream(self.stream):
             self.llm = LLM(
                 model,
                 dtype=dtype,
@@ -96,31 +113,29 @@ class Engine:
                 skip_tokenizer_init=not stop,  # ids in, ids out; text is looked at for stop strings alone
                 generation_config="vllm",  # not the model's own: a repetition penalty there would change sampling
                 logprobs_mode="processed_logprobs",  # after the temperature, as sampled
-                enforce_eager=True,
-                # a seed per request and a chunk of a prompt do not go together in vLLM 0.32 on a CPU ("CPU Generator
-                # does not use offset"); without chunks a prompt must fit a step
-                enable_chunked_prefill=False,
                 enable_prefix_caching=True,
-                block_size=kernels.BLOCK,
                 max_model_len=max_model_len,
                 max_num_seqs=max_seqs,
                 max_num_batched_tokens=batch_tokens,
-                kv_cache_memory_bytes=_kv_cache_bytes(model, dtype, max_model_len, max_seqs),
+                **settings,
             )
         torch.set_num_threads = set_num_threads
         self.engine = self.llm.llm_engine
         _ALIVE.append(self.llm)
-        self.llm.collective_rpc(_use_plain_sampler)
-        _allocate_at_block_ends(self.engine.engine_core.engine_core.scheduler.kv_cache_manager)
+        if self.stream is None:
+            self.llm.collective_rpc(_use_plain_sampler)
+            _allocate_at_block_ends(self.engine.engine_core.engine_core.scheduler.kv_cache_manager)
 
     def load(self, weights: dict[str, torch.Tensor], version: int) -> None:
         """Copy weights (parameter name of transformers -> tensor) into the engine and label it with their version.
 
         Raises RuntimeError if the prefix cache, which holds keys and values of the old weights, was not reset.
         """
-        with kernels.engine_kernels(self.mode):  # loading builds the linear layers' dispatch anew
+        with kernels.engine_kernels(self.mode, self.device), kernels_cuda.reading(weights, self.stream):
+            # loading builds the linear layers' dispatch anew
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
-            self.llm.collective_rpc(_renew_head)
+            if self.stream is None:
+                self.llm.collective_rpc(_renew_head)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache after a weight load: old keys and values would be reused")
         self.engine.set_weight_version(str(version))
@@ -135,7 +150,8 @@ class Engine:
         turns = [0] * len(requests)
         for i, request in enumerate(requests):
             self._add(i, request, samples[i], 0, max_new_tokens, temperature)
-        with ThreadPoolExecutor(max_workers=8, thread_name_prefix="tool") as pool:  # starts no thread unless there is work
+        pool = ThreadPoolExecutor(max_workers=8, thread_name_prefix="tool")  # starts no thread unless there is work
+        with pool, torch.cuda.stream(self.stream):
             running = {}  # follow-up under way -> its request
             while running or self.engine.has_unfinished_requests():
                 if self.cancelled:
@@ -266,10 +282,17 @@ def _kv_cache_bytes(model, dtype, max_model_len, max_seqs, limit=4 << 30) -> int
     return max(min(sequence * (max_seqs + 1), limit), 2 * sequence)
 
 
+class Weights(dict):
+    """Parameter name of transformers -> tensor. On CUDA `written` is an event: they may be read once it has come."""
+
+    written = None
+
+
 class WeightStore:
     """Published weights by version. The learner publishes and drops, the rollout thread waits and reads.
 
-    Tensors are handed over as they are: nobody may write to a published tensor.
+    Tensors are handed over as they are: nobody may write to a published tensor. On CUDA what the learner has queued may
+    still be writing when it publishes: it records an event, which the engine's stream waits for (kernels_cuda.reading).
     """
 
     def __init__(self):
@@ -277,6 +300,8 @@ class WeightStore:
         self._changed = threading.Condition()
 
     def publish(self, version: int, weights: dict[str, torch.Tensor]) -> None:
+        if isinstance(weights, Weights):
+            weights.written = kernels_cuda.written(weights)
         with self._changed:
             self._weights[version] = weights
             self._changed.notify_all()

@@ -103,6 +103,12 @@ class Config:
     """CPU threads of the engine; 0: all when --lag 0, half of them otherwise."""
     learner_threads: int = 0
     """CPU threads of the learner; 0: as above."""
+    engine_device: str | None = None
+    """cpu, cuda or cuda:N; by default the last GPU, the CPU if there is none."""
+    learner_device: str | None = None
+    """As above; by default the first."""
+    gpu_memory_utilization: float | None = None
+    """Share of its GPU's memory that the engine takes; by default 0.4 where the learner is too, otherwise 0.9."""
 
 
 class UserError(Exception):
@@ -149,16 +155,21 @@ def set_up(config: Config, run: "Run"):
     """Learner, engine, weight store, task, and the update to start with (not 0 when resuming)."""
     import torch
 
+    import kernels_cuda
     from learn import Gates, Learner
     from rollout import Engine, WeightStore
 
     path, checkpoint, tokenizer = run.model_path, run.checkpoint, run.tokenizer
     task = make_task(config, tokenizer)
+    engine_device, learner_device, memory = devices(config)
+    if stream := kernels_cuda.own_stream(learner_device):
+        torch.cuda.set_stream(stream)  # this thread's; the engine makes its own
     learner = Learner(
         path, config.dtype, config.kernels, lr=config.lr, max_grad_norm=config.max_grad_norm,
         temperature=config.temperature, tokens_per_microbatch=config.tokens_per_microbatch, audit=config.audit,
         gates=Gates(config.gate, config.gate_threshold, ratio_cap=config.ratio_cap, importance_sampling=config.importance_sampling),
         gradient_checkpointing=config.gradient_checkpointing, allow_mismatch=config.allow_mismatch,
+        device=learner_device,
     )  # fmt: skip
     store = WeightStore()
     start = load_checkpoint(checkpoint, learner, store) if checkpoint else 0
@@ -168,7 +179,7 @@ def set_up(config: Config, run: "Run"):
     engine = Engine(
         str(path), config.dtype, config.kernels, max_model_len=min(longest, 32768),
         max_seqs=min(config.prompts * config.group_size, 256), stop_ids={i for i in stop_ids if i is not None}, seed=config.seed,
-        stop=task.stop,
+        stop=task.stop, device=engine_device, gpu_memory_utilization=memory,
     )  # fmt: skip
     torch.set_num_threads(config.learner_threads or default_threads(config.lag))
     return learner, engine, store, task, start
@@ -262,12 +273,30 @@ def check(config: Config) -> None:
         module = {"tensorboard": "tensorboard"}.get(config.track, config.track)
         if importlib.util.find_spec(module) is None:
             raise UserError(f"--track {config.track}: pip install {config.track}")
+    devices(config)
+
+
+def devices(config: Config) -> tuple[str, str, float]:
+    """Device of the engine, of the learner, and the share of its GPU's memory that the engine takes. Raises UserError."""
+    import kernels_cuda
+
+    try:
+        engine, learner = kernels_cuda.choose_devices(config.engine_device, config.learner_device)
+        if engine != "cpu" and config.kernels == "aligned":
+            kernels_cuda.require_cuda(engine, learner)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    share = config.gpu_memory_utilization if config.gpu_memory_utilization is not None else 0.4 if engine == learner else 0.9
+    if not 0 < share <= 1:
+        raise UserError(f"--gpu-memory-utilization {share:g}: must be above 0 and at most 1")
+    return engine, learner, share
 
 
 def check_model(config: Config, path: pathlib.Path) -> str:
     """Checks that need the model's configuration and tokenizer, not its weights. Raises UserError; returns a line that
     says what the kept weight versions take."""
     import psutil
+    import torch
     from transformers import AutoConfig, AutoTokenizer
 
     import kernels
@@ -286,7 +315,9 @@ def check_model(config: Config, path: pathlib.Path) -> str:
             f"{model.max_position_embeddings} positions"
         )
     size = parameters(path) * (4 if config.dtype == "float32" else 2) / 1e9
-    need, free = (config.lag + 1) * size, psutil.virtual_memory().available / 1e9
+    learner = devices(config)[1]
+    free = (psutil.virtual_memory().available if learner == "cpu" else torch.cuda.mem_get_info(learner)[0]) / 1e9
+    need = (config.lag + 1) * size
     if need > free / 2:  # the other half is for the model, its gradients and optimizer, and the engine
         raise UserError(
             f"--lag {config.lag}: it keeps {config.lag + 1} weight versions ({need:.3g} GB), {free:.3g} GB are free; "
@@ -565,11 +596,13 @@ def load_checkpoint(checkpoint: pathlib.Path, learner, store) -> int:
     """Restore learner and published versions; returns the update to go on with."""
     from safetensors.torch import load_file
 
+    from rollout import Weights
+
     learner.load_state(load_file(checkpoint / "learner.safetensors"))
-    versions: dict[int, dict] = {}
-    for key, tensor in load_file(checkpoint / "versions.safetensors").items():
+    versions: dict[int, Weights] = {}
+    for key, tensor in load_file(checkpoint / "versions.safetensors", device=learner.device).items():
         version, _, name = key.partition("/")
-        versions.setdefault(int(version), {})[name] = tensor
+        versions.setdefault(int(version), Weights())[name] = tensor
     for version in sorted(versions):
         store.publish(version, versions[version])
     return int(checkpoint.name.rpartition("-")[2])

@@ -111,7 +111,8 @@ LEARNER_SIDE = [
     ("attention", 0, "Attention", "qwen3", flip),
     ("norm", 0, "AddRMSNorm", "llama", first(flip)),
     ("residual", 0, "AddRMSNorm", "llama", second(flip)),
-    ("logits", None, "linear", "llama", flip),
+    ("q/k/v", 0, "linear", "llama", flip),
+    ("logits", None, "linear", "qwen3", lambda x: flip(x) if x.shape[-1] == 128 else x),  # 128 tokens, and no layer so wide
     ("log-softmax", None, "TokenLogprobs", "qwen3-untied", first(lambda x: x * 1.0001)),
 ]
 

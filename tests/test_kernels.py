@@ -303,7 +303,7 @@ def test_swiglu_backward_equals_autograd():
 @pytest.mark.parametrize("biased", [False, True])
 def test_token_logprobs_backward_equals_autograd(temperature, biased, monkeypatch):
     chunks = kernels._chunks
-    monkeypatch.setattr(kernels, "_chunks", lambda vocab, rows: chunks(vocab, rows, elements=32 * vocab))  # 32 rows at a time
+    monkeypatch.setattr(kernels, "_chunks", lambda vocab, rows, _: chunks(vocab, rows, elements=32 * vocab))  # 32 rows at a time
     targets = torch.randint(0, 50, (75,), generator=torch.Generator().manual_seed(0))
     op = lambda h, w, b=None: kernels.TokenLogprobs.apply(h, w, b, targets, temperature)[0]  # noqa: E731
 
