@@ -51,9 +51,10 @@ def load_env(name: str, tokenizer, seed: int = 0, difficulty: int | str = "", ma
     """
     if name not in ENVS:
         raise ValueError(f"--env {name} is not a task; use one of: {', '.join(ENVS)}")
+    given = () if difficulty == "" else (difficulty,)
     if name == "calc":
-        return Calc(tokenizer, seed, difficulty or 3, max_turns, unsafe_sandbox)
-    return Arith(tokenizer, seed, difficulty or 4) if name == "arith" else load_dataset(name, tokenizer, seed, **data)
+        return Calc(tokenizer, seed, *given, max_turns=max_turns, unsafe_sandbox=unsafe_sandbox)
+    return Arith(tokenizer, seed, *given) if name == "arith" else load_dataset(name, tokenizer, seed, **data)
 
 
 def grade(task, problems: list[Problem], responses: list[str]) -> list[float]:
