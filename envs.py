@@ -1,20 +1,36 @@
 """Tasks: problems, prompts and rewards.
 
-A task is an object with `train(batch, n)`, `heldout(n)`, `prompt_ids(problem)` and `reward(problem, response)`; that is all the
-rollout and the evaluation know about it. Rewards are computed from text, training is on token ids: nothing here re-tokenises
-a response.
+A task is an object with `train(batch, n)`, `heldout(n)`, `prompt_ids(problem)` and `reward(problem, response)`, or `rewards` of
+many; that is all the rollout and the evaluation know about it. Rewards are computed from text, training is on token ids:
+nothing here re-tokenises a response.
 """
 
+import ast
+import functools
+import gzip
 import hashlib
+import io
+import json
+import operator
+import pathlib
 import random
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 from sandbox import require_sandbox, run_python
-from verify import last_boxed
+from verify import are_correct, final_answer, is_correct, last_boxed  # noqa: F401  is_correct: for whoever adds a task
 
-ENVS = ("arith", "calc")
+HUB = {  # task: dataset on the hub, its configuration, training split and, unless problems are held out by hash, test split
+    "gsm8k": ("openai/gsm8k", "main", "train", "test"),
+    "math": ("DigitalLearningGmbH/MATH-lighteval", "default", "train", "test"),
+    "dapo": ("open-r1/DAPO-Math-17k-Processed", "en", "train"),
+    "deepscaler": ("agentica-org/DeepScaleR-Preview-Dataset", None, "train"),
+    "countdown": ("Jiayi-Pan/Countdown-Tasks-3to4", None, "train"),
+}
+ENVS = ("arith", "calc", *HUB, "jsonl")
 BOXED_INSTRUCTION = "Put your final answer within \\boxed{}."
+STEPS_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 FENCED_PYTHON = re.compile(r"```python[ ]*\n(.*?)\n```(?=\n|$|<)", re.DOTALL)
 HELDOUT_SHARE = 8  # one problem in eight is held out
@@ -23,21 +39,42 @@ HELDOUT_SHARE = 8  # one problem in eight is held out
 @dataclass(frozen=True)
 class Problem:
     prompt: str  # as the task states it, before any chat template
-    answer: str  # what the reward compares with
+    answer: str | tuple[str, ...]  # what the reward compares with; of several, each is right
 
 
-def load_env(name: str, tokenizer, seed: int = 0, difficulty: int | str = "", max_turns: int = 4, unsafe_sandbox: bool = False) -> "Arith":
+def load_env(name: str, tokenizer, seed: int = 0, difficulty: int | str = "", max_turns: int = 4, unsafe_sandbox: bool = False,
+             **data) -> "Arith | Calc | Dataset":
     """The task called `name`. `tokenizer` is a Hugging Face tokenizer; `seed` picks the training problems only; no
-    difficulty is the task's own; the rest is for tasks with tools.
+    difficulty is the task's own; then the flags of tasks with tools and, in `data`, those of `load_dataset`.
 
-    Raises ValueError, one line that names the flag, for an unknown task or difficulty.
+    Raises ValueError, one line that names the flag, for an unknown task, a bad difficulty, or data that cannot be read.
     """
     if name not in ENVS:
         raise ValueError(f"--env {name} is not a task; use one of: {', '.join(ENVS)}")
     given = () if difficulty == "" else (difficulty,)
     if name == "calc":
         return Calc(tokenizer, seed, *given, max_turns=max_turns, unsafe_sandbox=unsafe_sandbox)
-    return Arith(tokenizer, seed, *given)
+    return Arith(tokenizer, seed, *given) if name == "arith" else load_dataset(name, tokenizer, seed, **data)
+
+
+def grade(task, problems: list[Problem], responses: list[str]) -> list[float]:
+    """The reward of each response; of all at once if the task can, as verify.py has several processes."""
+    if hasattr(task, "rewards"):
+        return task.rewards(problems, responses)
+    return [float(task.reward(p, r)) for p, r in zip(problems, responses, strict=True)]
+
+
+def too_long(task, problems: list[Problem], limit: int) -> list[Problem]:
+    """Those of `problems` whose prompts have more than `limit` tokens. A token is at least a byte, so that few are tokenized."""
+    room = limit - len(task.prompt_ids(Problem("", "")))
+    return [p for p in problems if len(p.prompt.encode()) > room and len(task.prompt_ids(p)) > limit]
+
+
+def chat_ids(tokenizer, content: str) -> list[int]:
+    """Token ids of one user message in the tokenizer's chat template, ready for the answer."""
+    message = {"role": "user", "content": content}
+    text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+    return tokenizer.encode(text, add_special_tokens=False)  # the template wrote the special tokens itself
 
 
 class Arith:
@@ -79,9 +116,7 @@ class Arith:
         """Token ids of the prompt: in the tokenizer's chat template with a boxed-answer instruction if it has one, else plain."""
         if not self.tokenizer.chat_template:
             return self.tokenizer.encode(problem.prompt)
-        message = {"role": "user", "content": f"{problem.prompt}\n{BOXED_INSTRUCTION}"}
-        text = self.tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
-        return self.tokenizer.encode(text, add_special_tokens=False)  # the template wrote the special tokens itself
+        return chat_ids(self.tokenizer, f"{problem.prompt}\n{BOXED_INSTRUCTION}")
 
     def reward(self, problem: Problem, response: str) -> float:
         """1.0 if the last `\\boxed{...}` of `response` is closed and holds the right integer, else 0.0."""
@@ -104,8 +139,12 @@ class Arith:
                 return problem
 
 
+def _digest(prompt: str) -> bytes:
+    return hashlib.sha256(prompt.encode()).digest()
+
+
 def _is_heldout(prompt: str) -> bool:
-    return hashlib.sha256(prompt.encode()).digest()[0] % HELDOUT_SHARE == 0
+    return _digest(prompt)[0] % HELDOUT_SHARE == 0
 
 
 class PythonTool:
@@ -160,3 +199,179 @@ class Calc(PythonTool, Arith):
             a, b = (rng.randrange(10 ** (self.digits - 1), 10**self.digits) for _ in range(2))
             if _is_heldout(prompt := f"{a}+{b}=") == heldout:
                 return Problem(prompt, str(a + b))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data sets
+
+FIELDS = {  # unless --data-fields names it, the first of these that a row has; a dot goes into an object
+    "prompt": "problem question prompt input",
+    "answer": "answer final_answer target reward_model.ground_truth ground_truth solution",
+    **{"nums": "nums", "target": "target"},  # countdown
+}
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+SIGNS = {r"\times": "*", r"\cdot": "*", "×": "*", r"\div": "/", "÷": "/", "−": "-", r"\left": "", r"\right": ""}
+
+
+class Dataset:
+    """Problems to train on, each once per epoch in an order that the seed shuffles anew; of several with the same prompt the
+    first counts. test: those of a test split; without one, a hash of the prompt holds one problem in eight out."""
+
+    stop, follow_up = (), None  # no tools
+
+    def __init__(self, name: str, tokenizer, seed: int, problems: list[Problem], test: list[Problem] | None = None):
+        self.name, self.tokenizer, self.seed = name, tokenizer, seed
+        unique = {p.prompt: p for p in reversed(problems)}
+        if test is None:  # in the order of their hashes: the first n are of all kinds, however the file is sorted
+            test = [unique[p] for p in sorted(unique, key=_digest) if _is_heldout(p)]
+        self.test, tested = test, {p.prompt for p in test}
+        self.problems = [p for p in reversed(unique.values()) if p.prompt not in tested]
+
+    def train(self, batch: int, n: int) -> list[Problem]:
+        """Training batch `batch`, of `n` problems: a pure function of (seed, batch, index). No problem comes twice in an
+        epoch as long as `n` stays the same."""
+        places = [divmod(batch * n + i, len(self.problems)) for i in range(n)]
+        return [self.problems[shuffled(len(self.problems), f"{self.name}/{self.seed}/{epoch}")[i]] for epoch, i in places]
+
+    def heldout(self, n: int) -> list[Problem]:
+        """The first `n` held-out problems, whatever the seed; fewer if there are fewer."""
+        return self.test[:n]
+
+    def prompt_ids(self, problem: Problem) -> list[int]:
+        """Token ids of the prompt with the boxed-answer instruction, unless it asks for \\boxed itself: in the tokenizer's
+        chat template if it has one, else as plain text."""
+        text = problem.prompt if "\\boxed" in problem.prompt else f"{problem.prompt}\n{STEPS_INSTRUCTION}"
+        return chat_ids(self.tokenizer, text) if self.tokenizer.chat_template else self.tokenizer.encode(text + "\n")
+
+    def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
+        """1.0 for each response that gives its problem's answer, else 0.0."""
+        if self.name == "countdown":
+            return [float(solves_countdown(r, p.answer)) for p, r in zip(problems, responses, strict=True)]
+        answers = [(p.answer,) if isinstance(p.answer, str) else p.answer for p in problems]
+        verdicts = iter(are_correct([(r, a) for r, several in zip(responses, answers, strict=True) for a in several]))
+        return [float(any([next(verdicts) for _ in several])) for several in answers]  # a list: any() alone stops early
+
+
+@functools.lru_cache(maxsize=2)  # a batch can lie in two epochs
+def shuffled(n: int, key: str) -> list[int]:
+    return random.Random(key).sample(range(n), n)
+
+
+def load_dataset(name, tokenizer, seed=0, data: str | None = None, data_fields: str = "", skip_bad_rows: bool = False) -> Dataset:
+    """The task `name` from the file `data`, or from the hub. `note` is a line on what it holds."""
+    if data is None and name not in HUB:
+        raise ValueError(f"--env {name}: --data FILE says where the problems are")
+    sources = [data] if data else [(*HUB[name][:2], split) for split in HUB[name][2:]]
+    where = f"--data {data}" if data else f"--env {name}, or --data FILE"
+    found = [read_problems(source, where, name, data_fields, skip_bad_rows) for source in sources]
+    task = Dataset(name, tokenizer, seed, *(problems for problems, _ in found))
+    if not task.problems:
+        raise ValueError(f"{where}: no problem is left to train on")
+    skipped = sum(bad for _, bad in found)
+    task.note = f"{name}: {len(task.problems)} problems to train on, {len(task.test)} held out, {skipped} rows skipped"
+    return task
+
+
+def read_rows(source) -> list:
+    """Rows of a dataset on the hub, if `source` is (name, configuration, split); or of a JSON-lines, JSON or Parquet file,
+    gzipped or not, told apart by how it begins: dicts, or lines yet to be parsed."""
+    if isinstance(source, tuple):
+        import datasets
+
+        return datasets.load_dataset(*source[:2], split=source[2])
+    content = pathlib.Path(source).read_bytes()
+    if content[:2] == b"\x1f\x8b":
+        content = gzip.decompress(content)
+    if content[:4] == b"PAR1":
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
+    return json.loads(content) if content.lstrip()[:1] == b"[" else content.split(b"\n")
+
+
+def read_problems(source, where: str, name: str, data_fields: str = "", skip: bool = False) -> tuple[list[Problem], int]:
+    """(problems, number of rows skipped) of `read_rows(source)`. Raises ValueError, which begins with `where`, if that fails;
+    for rows that cannot be read, with the number of the first, unless `skip`; and if there are none."""
+    fields = dict(pair.partition("=")[::2] for pair in data_fields.split(",") if pair)
+    if not all(fields.values()) or not fields.keys() <= FIELDS.keys():
+        raise ValueError(f"--data-fields {data_fields}: is not of the form prompt=NAME,answer=NAME (countdown: nums=,target=)")
+    problems, bad = [], []
+    try:
+        rows = read_rows(source)
+    except Exception as error:  # the hub, gzip, Parquet and JSON have a dozen kinds
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ValueError(f"{where}: cannot read {source} ({reason})") from None
+    for number, row in enumerate(rows, start=1):
+        try:
+            if not isinstance(row, bytes) or row.strip():  # an empty line is no row
+                problems.append(to_problem(json.loads(row) if isinstance(row, bytes) else row, name, fields))
+        except (ValueError, RecursionError) as error:
+            bad.append(f"row {number}: {error}")
+    if bad and not skip:
+        raise ValueError(f"{where}: {bad[0]} (bad rows: {len(bad)}; --skip-bad-rows leaves them out)")
+    if not problems:
+        raise ValueError(f"{where}: holds no problem")
+    return problems, len(bad)
+
+
+def to_problem(row, name: str, fields: dict[str, str]) -> Problem:
+    """A row of task `name` as a problem. Raises ValueError if it cannot be one."""
+
+    def field(role):
+        for path in fields.get(role, FIELDS[role]).split():
+            value = row
+            for key in path.split("."):
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None:
+                return path, value
+        raise ValueError(f"no field {' or '.join(fields.get(role, FIELDS[role]).split())}; --data-fields {role}=NAME names it")
+
+    if name == "countdown":
+        nums, target = field("nums")[1], field("target")[1]
+        if not (isinstance(nums, list) and nums and all(type(x) is int for x in [*nums, target])):
+            raise ValueError("nums and target are not integers")
+        shown = " ".join(map(str, nums))
+        return Problem(f"Use the numbers {shown}, each exactly once, with + - * / and parentheses to make {target}. "
+                       "Give the expression as the answer.", f"{shown} = {target}")  # fmt: skip
+    path, prompt = field("prompt")
+    if isinstance(prompt, list):  # chat messages: the last of the user's
+        prompt = ([m.get("content") for m in prompt if isinstance(m, dict) and m.get("role") == "user"] or [None])[-1]
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f"{path} holds no text")
+    path, value = field("answer")
+    several = value if isinstance(value, list) and value else [value]
+    answers = tuple(dict.fromkeys(to_answer(v, path, name) for v in several))
+    "".join([prompt, *answers]).encode()  # raises for half a surrogate pair, which JSON can hold and no tokenizer takes
+    return Problem(prompt, answers[0] if len(answers) == 1 else answers)
+
+
+def to_answer(value, path: str, name: str) -> str:
+    """The answer that a field gives: what follows ####, what is in the last box, or else (not of a solution) all of it."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or value != value:
+        raise ValueError(f"{path} holds neither a text nor a number")
+    text = str(int(value) if isinstance(value, float) and value.is_integer() else value)
+    answer = final_answer(text) or ("" if name == "gsm8k" or path.endswith("solution") else text)
+    if not answer.strip():
+        raise ValueError(f"{path} holds no answer")
+    return answer.strip()
+
+
+def solves_countdown(response: str, answer: str) -> bool:
+    """Whether the last box of `response` holds an expression of numbers, + - * / and parentheses that uses each number of
+    `answer` ("3 4 5 = 35") exactly once and gives its target, exactly."""
+    nums, _, target = answer.partition(" = ")
+    text, used = (last_boxed(response) or "").partition("=")[0].strip(), []
+    for sign, plain in SIGNS.items():
+        text = text.replace(sign, plain)
+
+    def value(node) -> Fraction:
+        if isinstance(node, ast.Constant):
+            used.append(node.value)
+            return Fraction(node.value)
+        return OPERATORS[type(node.op)](value(node.left), value(node.right))
+
+    try:  # these characters only, so no name; a power, a call or a sign in front is a KeyError or an AttributeError
+        tree = ast.parse(re.fullmatch(r"[0-9+\-*/() ]{1,200}", text).group(), mode="eval")
+        return value(tree.body) == int(target) and sorted(used) == sorted(map(int, nums.split()))
+    except (SyntaxError, ZeroDivisionError, KeyError, AttributeError):
+        return False

@@ -31,6 +31,7 @@ class Request:
     # Tool use: (token ids of the turn just sampled, its number from 0) -> token ids to append and sample on, or None when
     # the response is complete. Called from another thread, while other sequences go on.
     follow_up: Callable[[list[int], int], list[int] | None] | None = None
+    top_p: float = 1.0  # other than 1 for evaluation only: importance sampling needs the whole distribution
 
 
 @dataclass
@@ -64,14 +65,20 @@ def sample_seed(*path) -> int:
     return int.from_bytes(digest, "big")
 
 
+def decode(tokenizer, samples: list[Sample], tools: bool = True) -> list[str]:
+    """The responses' texts, with or without what tools wrote."""
+    ids = [s.response_ids if tools else [t for t, m in zip(s.response_ids, s.mask) if m] for s in samples]
+    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
 # vLLM's process groups belong to the process: when one engine is garbage-collected, they go, and all others fail with
 # "pipeline model parallel group is not initialized". So none is.
 _ALIVE: list = []
 
 
 class Engine:
-    """vLLM in this process, sampling plainly: temperature only; no top-p, top-k or penalties, nothing inherited from
-    the model's generation_config.json.
+    """vLLM in this process, sampling plainly: temperature (and, in evaluations, top-p) only; no top-k or penalties, nothing
+    inherited from the model's generation_config.json.
 
     model: local Hugging Face folder; dtype: "bfloat16" or "float32"; kernels_mode: "aligned" or "standard";
     max_model_len: tokens of prompt and response together; max_seqs: sequences decoded at once; stop_ids: token ids that
@@ -141,9 +148,9 @@ class Engine:
         self.engine.set_weight_version(str(version))
         self.version = version
 
-    def generate(self, requests: list[Request], max_new_tokens: int, temperature: float, version: int) -> list[Sample]:
+    def generate(self, requests: list[Request], max_new_tokens: int, temperature: float, version: int, progress=None) -> list[Sample]:
         """Sample one response per request, of at most `max_new_tokens` sampled tokens, in as many turns as its follow-up
-        wants. Raises RuntimeError if any token came from another version than `version`."""
+        wants; call progress() after each. Raises RuntimeError if any token came from another version than `version`."""
         if version != self.version:
             raise RuntimeError(f"engine holds weights version {self.version}, batch needs {version}")
         samples = [Sample(r.prompt_ids, [], torch.empty(0), version, "length", []) for r in requests]
@@ -165,11 +172,15 @@ class Engine:
                             turn = _append_turn(samples[i], output.outputs[0])
                             if requests[i].follow_up and samples[i].finish == "stop":
                                 running[pool.submit(requests[i].follow_up, turn, turns[i])] = i
+                            elif progress:
+                                progress()
                 for future in [f for f in running if f.done()]:
                     i, tool_ids = running.pop(future), future.result()
                     if tool_ids is not None:
                         turns[i] += 1
                         self._continue(i, requests[i], samples[i], turns[i], tool_ids, max_new_tokens, temperature)
+                    elif progress:
+                        progress()
         return samples
 
     def _add(self, i, request, sample, turn, max_new_tokens, temperature) -> None:
@@ -179,6 +190,7 @@ class Engine:
 
         params = SamplingParams(
             temperature=temperature,
+            top_p=request.top_p,
             max_tokens=max_new_tokens,
             seed=sample_seed(request.seed, turn) if turn else request.seed,
             logprobs=0,  # the sampled token's own
@@ -350,7 +362,7 @@ class RolloutThread(threading.Thread):
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.timeout, self.threads, self.on_error = timeout, threads, on_error
         self.batches: queue.Queue[Batch] = queue.Queue(maxsize=lag + 1)
-        self.evaluations: collections.deque = collections.deque()  # of (weights, version, requests, done)
+        self.evaluations: collections.deque = collections.deque()  # of the arguments of `evaluate`
         self.stop, self.error, self.busy_since = threading.Event(), None, None
         threading.Thread(target=self._watch, name="rollout-watchdog", daemon=True).start()
 
@@ -369,10 +381,10 @@ class RolloutThread(threading.Thread):
                 if not self.is_alive() and self.error is None and self.batches.empty():
                     raise RuntimeError("the rollout thread ended early") from None
 
-    def evaluate(self, weights, version, requests, done) -> None:
-        """Between two batches: generate `requests` with these weights and call done(version, samples) in the thread.
-        Training samples are not disturbed: each carries its own seed, and each batch loads the version it needs."""
-        self.evaluations.append((weights, version, requests, done))
+    def evaluate(self, weights, version, requests, max_new_tokens, temperature, done) -> None:
+        """Between two batches: generate `requests` with these weights and call done(samples, the engine's version at the end)
+        in the thread. Training samples are not disturbed: each carries its own seed, each batch loads the version it needs."""
+        self.evaluations.append((weights, version, requests, max_new_tokens, temperature, done))
 
     def close(self, wait: float = 10.0) -> bool:
         """Stop; False if the thread is still in a call of the engine after `wait` seconds."""
@@ -418,11 +430,12 @@ class RolloutThread(threading.Thread):
 
     def _run_evaluations(self) -> None:
         while self.evaluations and not self.stop.is_set():
-            weights, version, requests, done = self.evaluations[0]
+            weights, version, requests, max_new_tokens, temperature, done = self.evaluations[0]
             self.busy_since = time.monotonic()
             if self.engine.version != version:
                 self.engine.load(weights, version)
-            done(version, self.engine.generate(requests, self.max_new_tokens, self.temperature, version))
+            samples = self.engine.generate(requests, max_new_tokens, temperature, version)
+            done(samples, self.engine.version)
             self.busy_since = None
             self.evaluations.popleft()  # after it is done: an empty deque means nothing is left to wait for
 

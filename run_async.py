@@ -39,6 +39,12 @@ class Config:
     """Task; see envs.py."""
     difficulty: str = ""
     """Setting of the task; arith: number of terms of a sum (4), or "words" for chat models; calc: digits of a number (3)."""
+    data: str | None = None
+    """File with the task's problems (jsonl, json, parquet; gzipped or not) instead of the hub; --env jsonl takes any."""
+    data_fields: str = ""
+    """Names of the file's fields, if they are not found: prompt=NAME,answer=NAME (countdown: nums=NAME,target=NAME)."""
+    skip_bad_rows: bool = False
+    """Leave out rows that cannot be read; by default they end the run."""
     max_turns: int = 4
     """Of a response in a task with tools: turns that the model writes, with what the tool gave in between."""
     unsafe_sandbox: bool = False
@@ -89,6 +95,12 @@ class Config:
     """Updates between evaluations (pass@1 on held-out problems, newest weights); 0: never."""
     eval_problems: int = 256
     """Held-out problems per evaluation, one sampled response each."""
+    eval_temperature: float | None = None
+    """Of evaluations; 0 is greedy; as in training by default."""
+    eval_top_p: float = 1.0
+    """Of evaluations."""
+    eval_max_new_tokens: int = 0
+    """Of evaluations; 0: as in training."""
     save_every: int = 0
     """Updates between checkpoints; 0: only at the end."""
     out: str | None = None
@@ -188,11 +200,13 @@ def set_up(config: Config, run: "Run"):
 def make_task(config: Config, tokenizer):
     from envs import load_env
 
-    return load_env(config.env, tokenizer, config.seed, config.difficulty, config.max_turns, config.unsafe_sandbox)
+    return load_env(config.env, tokenizer, config.seed, config.difficulty, config.max_turns, config.unsafe_sandbox,
+                    data=config.data, data_fields=config.data_fields, skip_bad_rows=config.skip_bad_rows)  # fmt: skip
 
 
 def start_rollout(config, run, engine, store, task, start):
     """Start the rollout thread on batch `start`."""
+    import envs
     from rollout import Request, RolloutThread, sample_seed
 
     problems = {}  # of the batches under way
@@ -207,9 +221,9 @@ def start_rollout(config, run, engine, store, task, start):
 
     def grade(b, samples):
         of_batch = problems.pop(b)
-        for i, (sample, text) in enumerate(zip(samples, run.decode(samples, tools=False))):
-            sample.group = i // config.group_size
-            sample.reward = float(task.reward(of_batch[sample.group], text))
+        rewards = envs.grade(task, [p for p in of_batch for _ in range(config.group_size)], run.decode(samples, tools=False))
+        for i, (sample, reward) in enumerate(zip(samples, rewards)):
+            sample.group, sample.reward = i // config.group_size, reward
         return run.decode(samples)
 
     rollout = RolloutThread(
@@ -223,18 +237,20 @@ def start_rollout(config, run, engine, store, task, start):
 
 
 def evaluate(config, run, rollout, store, task, version: int) -> None:
-    """Queue an evaluation of `version`: pass@1 on held-out problems. Generated between two batches, in the thread."""
-    from rollout import Request, sample_seed
+    """Queue an evaluation of `version`, by eval.py's functions: pass@1 on held-out problems. Generated between two batches."""
+    from eval import requests_of, score
 
     problems = task.heldout(config.eval_problems)
-    requests = [Request(task.prompt_ids(p), sample_seed(config.seed, "eval", i, 0), task.follow_up) for i, p in enumerate(problems)]
+    sampling = {"temperature": config.temperature if config.eval_temperature is None else config.eval_temperature,
+                "top_p": config.eval_top_p, "max_new_tokens": config.eval_max_new_tokens or config.max_new_tokens}  # fmt: skip
 
-    def done(sampled_by, samples):
-        rewards = [task.reward(p, text) for p, text in zip(problems, run.decode(samples, tools=False))]
-        length = sum(len(s.response_ids) for s in samples) / len(samples)
-        run.log_eval({"version": sampled_by, "pass@1": sum(rewards) / len(rewards), "problems": len(rewards), "response_len": length})
+    def done(samples, version_end):
+        if {s.version for s in samples} != {version_end}:
+            raise RuntimeError(f"an evaluation began with weights version {samples[0].version} and ended with {version_end}")
+        run.log_eval({"version": samples[0].version, "version_end": version_end} | score(task, problems, samples)[0] | sampling)
 
-    rollout.evaluate(store.get(version), version, requests, done)
+    requests = requests_of(task, problems, 1, config.seed, sampling["top_p"])
+    rollout.evaluate(store.get(version), version, requests, sampling["max_new_tokens"], sampling["temperature"], done)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -246,10 +262,9 @@ def check(config: Config) -> None:
     from envs import ENVS
 
     least = {"lag": 0, "steps": 1, "prompts": 1, "max_turns": 1, "max_new_tokens": 1, "audit": 0, "tokens_per_microbatch": 1, "eval_every": 0,
-             "eval_problems": 1, "save_every": 0, "seed": 0, "lr": 0.0, "max_grad_norm": 0.0, "rollout_threads": 0, "learner_threads": 0}  # fmt: skip
-    for name, bound in least.items():
-        if not getattr(config, name) >= bound:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be at least {bound}")
+             "eval_problems": 1, "save_every": 0, "seed": 0, "lr": 0.0, "max_grad_norm": 0.0, "rollout_threads": 0, "learner_threads": 0,
+             "eval_temperature": 0, "eval_top_p": 1e-9, "eval_max_new_tokens": 0}  # fmt: skip
+    require(config, least, {"eval_top_p": 1, "eval_temperature": 100})
     if config.seed >= 2**32:
         raise UserError(f"--seed {config.seed}: must be below 2^32")
     if config.group_size < 2:
@@ -258,6 +273,8 @@ def check(config: Config) -> None:
         raise UserError(f"--env {config.env}: unknown task; there are {', '.join(ENVS)}")
     if not 0 < config.temperature < float("inf"):
         raise UserError(f"--temperature {config.temperature:g}: must be above 0 (greedy decoding has no log-probability to learn from)")
+    if config.data and config.env in ("arith", "calc"):
+        raise UserError(f"--data {config.data}: --env {config.env} makes its own problems; --env jsonl reads any file")
     if config.top_p != 1:
         raise UserError(
             f"--top-p {config.top_p:g}: must be 1; a truncated distribution gives probability 0 to tokens that the learner's gives "
@@ -292,6 +309,15 @@ def devices(config: Config) -> tuple[str, str, float]:
     return engine, learner, share
 
 
+def require(config, least: dict, most: dict) -> None:
+    """Raise UserError for a setting below its least value, or above its most if it has one."""
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if value is not None and not bound <= value <= most.get(name, value):
+            limit = f" and at most {most[name]}" if name in most else ""
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least {bound}{limit}")
+
+
 def check_model(config: Config, path: pathlib.Path) -> str:
     """Checks that need the model's configuration and tokenizer, not its weights. Raises UserError; returns a line that
     says what the kept weight versions take."""
@@ -300,6 +326,7 @@ def check_model(config: Config, path: pathlib.Path) -> str:
     from transformers import AutoConfig, AutoTokenizer
 
     import kernels
+    from envs import too_long
 
     try:
         model, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
@@ -308,12 +335,15 @@ def check_model(config: Config, path: pathlib.Path) -> str:
             kernels.require_supported(model)
     except (ValueError, OSError) as error:
         raise UserError(str(error).strip().splitlines()[0]) from None
-    longest = max(len(task.prompt_ids(p)) for p in task.train(0, config.prompts))
-    if longest + config.max_new_tokens > model.max_position_embeddings:
-        raise UserError(
-            f"--max-new-tokens {config.max_new_tokens}: with prompts of {longest} tokens it exceeds the model's "
-            f"{model.max_position_embeddings} positions"
-        )
+    heldout = task.heldout(config.eval_problems) if config.eval_every else []
+    if config.eval_every and not heldout:
+        raise UserError(f"--eval-every {config.eval_every}: the task has no held-out problems; use --eval-every 0")
+    everything = getattr(task, "problems", None) or task.train(0, config.prompts)
+    for flag, length, problems in (("--max-new-tokens", config.max_new_tokens, everything),
+                                   ("--eval-max-new-tokens", config.eval_max_new_tokens or config.max_new_tokens, heldout)):  # fmt: skip
+        if long := too_long(task, problems, model.max_position_embeddings - length):
+            raise UserError(f"{flag} {length}: with {len(long)} of {len(problems)} prompts it exceeds the model's "
+                            f"{model.max_position_embeddings} positions; the longest has {max(len(task.prompt_ids(p)) for p in long)}")  # fmt: skip
     size = parameters(path) * (4 if config.dtype == "float32" else 2) / 1e9
     learner = devices(config)[1]
     free = (psutil.virtual_memory().available if learner == "cpu" else torch.cuda.mem_get_info(learner)[0]) / 1e9
@@ -323,17 +353,18 @@ def check_model(config: Config, path: pathlib.Path) -> str:
             f"--lag {config.lag}: it keeps {config.lag + 1} weight versions ({need:.3g} GB), {free:.3g} GB are free; "
             "use a smaller --lag"
         )
-    return f"lag {config.lag} keeps {config.lag + 1} weight versions ({need:.3g} GB)"
+    note = f"lag {config.lag} keeps {config.lag + 1} weight versions ({need:.3g} GB)"
+    return f"{task.note}\n{note}" if hasattr(task, "note") else note
 
 
 def parameters(path: pathlib.Path) -> int:
-    """Number of weights in a folder's safetensors files, from their headers."""
+    """Number of weights in a model folder's safetensors files, from their headers."""
     from math import prod
 
     from safetensors import safe_open
 
     total = 0
-    for file in path.glob("*.safetensors"):
+    for file in list(path.glob("model*.safetensors")) or path.glob("*.safetensors"):  # a checkpoint has others, too
         with safe_open(file, "pt") as tensors:
             total += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())
     if not total:
@@ -348,6 +379,10 @@ def resolve_model(name: str, env: str = "arith") -> pathlib.Path:
 
         return base.make_base("calc" if "calc" in (env, name[5:]) else "arith")
     path = pathlib.Path(name)
+    if (path / "metrics.jsonl").exists():  # a run of this project
+        path = newest_checkpoint(path)
+        if path is None:
+            raise UserError(f"--model {name}: the run has no checkpoint")
     if path.is_dir():
         if not (path / "config.json").exists():
             raise UserError(f"--model {name}: the folder has no config.json")
@@ -362,6 +397,11 @@ def resolve_model(name: str, env: str = "arith") -> pathlib.Path:
         return pathlib.Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
     except Exception as error:
         raise UserError(f"--model {name}: neither a folder nor a model that the hub gives ({type(error).__name__})") from None
+
+
+def newest_checkpoint(folder: pathlib.Path) -> pathlib.Path | None:
+    numbered = [p for p in folder.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit()]
+    return max(numbered, key=lambda p: int(p.name.removeprefix("checkpoint-")), default=None)
 
 
 def eos_of(path) -> set:
@@ -407,8 +447,9 @@ class Run:
 
     def decode(self, samples, tools: bool = True) -> list[str]:
         """The responses' texts, with or without what tools wrote."""
-        ids = [s.response_ids if tools else [t for t, m in zip(s.response_ids, s.mask) if m] for s in samples]
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        from rollout import decode
+
+        return decode(self.tokenizer, samples, tools)
 
     # -- console
 
@@ -584,6 +625,9 @@ def save_checkpoint(folder: pathlib.Path, step: int, learner, store, tokenizer, 
     shutil.rmtree(scratch, ignore_errors=True)
     learner.model.save_pretrained(scratch)
     tokenizer.save_pretrained(scratch)
+    index = scratch / "model.safetensors.index.json"
+    if not index.exists():  # of several files there is one; without it vLLM takes every *.safetensors for the model's
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(learner.model.state_dict(), "model.safetensors")}))
     save_file(learner.state(), scratch / "learner.safetensors")
     versions = [v for v in store.versions() if max(0, step - lag) <= v < step]
     save_file({f"{v}/{name}": w for v in versions for name, w in store.get(v).items()}, scratch / "versions.safetensors")
@@ -646,11 +690,9 @@ def open_run(args: list[str] | None) -> Run:
             raise UserError(f"--{others[0].replace('_', '-')}: --resume goes on with the run's own settings; only --steps may change")
         if config.steps < saved.steps:
             raise UserError(f"--steps {config.steps}: the run to resume has {saved.steps}; it may grow, not shrink")
-        numbered = [p for p in folder.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit()]
-        checkpoints = sorted(numbered, key=lambda p: int(p.name.removeprefix("checkpoint-")))
-        if not checkpoints:
+        checkpoint = newest_checkpoint(folder)
+        if checkpoint is None:
             raise UserError(f"--resume {folder}: no checkpoint there; start again, with --save-every to have one sooner")
-        checkpoint = checkpoints[-1]
     elif config.out:
         folder = pathlib.Path(config.out)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -668,8 +710,11 @@ def open_run(args: list[str] | None) -> Run:
 
 
 def with_full_path(config: Config) -> Config:
-    """--model as a full path if it is a folder, so that the run can be resumed from anywhere."""
+    """--model as a full path if it is a folder, and --data, so that the run can be resumed from anywhere."""
     path = pathlib.Path(config.model)
+    """--model as a full path if it is a folder, and --data, so that the run can be resumed from anywhere."""
+    path = pathlib.Path(config.model)
+    config = dataclasses.replace(config, data=config.data and str(pathlib.Path(config.data).resolve()))
     return dataclasses.replace(config, model=str(path.resolve())) if path.is_dir() and not config.model.startswith("base") else config
 
 

@@ -234,7 +234,7 @@ def test_waiting_for_the_learner_is_no_hang():
 
 
 def test_a_hang_of_an_evaluation_is_a_hang(blocked):
-    evaluation = weights_of(0), 0, [Request(["eval"], 0)], lambda version, samples: None
+    evaluation = weights_of(0), 0, [Request(["eval"], 0)], 1, 1.0, lambda samples, version: None
     engine = ScriptedEngine(lambda call: call[0] == "eval" and blocked.wait(20))
     thread = start(engine, published(0), lag=0, steps=3, timeout=0.3, evaluation=evaluation)
     with pytest.raises(TimeoutError):
@@ -275,7 +275,7 @@ def test_evaluations_use_their_own_version_and_leave_training_batches_as_they_ar
         def after(k):
             if evaluated and k % 3 == 2:
                 requests = [Request(["eval"], sample_seed(0, "eval", 0, 0))]
-                thread.evaluate(store.get(k + 1), k + 1, requests, lambda v, samples: results.update({v: samples}))
+                thread.evaluate(store.get(k + 1), k + 1, requests, 1, 1.0, lambda samples, version: results.update({version: samples}))
 
         batches = train(thread, store, lag=2, steps=12, after=after, pause=lambda k: time.sleep(0.004))
         assert until(lambda: not thread.evaluations)  # those of the last updates, too
