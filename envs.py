@@ -28,9 +28,11 @@ HUB = {  # task: dataset on the hub, its configuration, training split and, unle
     "deepscaler": ("agentica-org/DeepScaleR-Preview-Dataset", None, "train"),
     "countdown": ("Jiayi-Pan/Countdown-Tasks-3to4", None, "train"),
 }
+HUB["python"] = HUB["dapo"]
 ENVS = ("arith", "calc", *HUB, "jsonl")
 BOXED_INSTRUCTION = "Put your final answer within \\boxed{}."
 STEPS_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+PYTHON_INSTRUCTION = "You may write Python in a ```python block and stop: you are then shown what it prints. Use print."
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 FENCED_PYTHON = re.compile(r"```python[ ]*\n(.*?)\n```(?=\n|$|<)", re.DOTALL)
 HELDOUT_SHARE = 8  # one problem in eight is held out
@@ -54,7 +56,12 @@ def load_env(name: str, tokenizer, seed: int = 0, difficulty: int | str = "", ma
     given = () if difficulty == "" else (difficulty,)
     if name == "calc":
         return Calc(tokenizer, seed, *given, max_turns=max_turns, unsafe_sandbox=unsafe_sandbox)
-    return Arith(tokenizer, seed, *given) if name == "arith" else load_dataset(name, tokenizer, seed, **data)
+    if name == "arith":
+        return Arith(tokenizer, seed, *given)
+    task = load_dataset(name, tokenizer, seed, **data)
+    if name == "python":
+        task.use_python(max_turns, unsafe_sandbox)
+    return task
 
 
 def grade(task, problems: list[Problem], responses: list[str]) -> list[float]:
@@ -252,6 +259,13 @@ class Dataset:
         return [float(any([next(verdicts) for _ in several])) for several in answers]  # a list: any() alone stops early
 
 
+class PythonDataset(PythonTool, Dataset):
+    """Problems of a data set, solved with Python as a tool."""
+
+    def prompt_ids(self, problem: Problem) -> list[int]:
+        return super().prompt_ids(Problem(f"{problem.prompt}\n{PYTHON_INSTRUCTION}", problem.answer))
+
+
 @functools.lru_cache(maxsize=2)  # a batch can lie in two epochs
 def shuffled(n: int, key: str) -> list[int]:
     return random.Random(key).sample(range(n), n)
@@ -264,7 +278,8 @@ def load_dataset(name, tokenizer, seed=0, data: str | None = None, data_fields: 
     sources = [data] if data else [(*HUB[name][:2], split) for split in HUB[name][2:]]
     where = f"--data {data}" if data else f"--env {name}, or --data FILE"
     found = [read_problems(source, where, name, data_fields, skip_bad_rows) for source in sources]
-    task = Dataset(name, tokenizer, seed, *(problems for problems, _ in found))
+    kind = PythonDataset if name == "python" else Dataset
+    task = kind(name, tokenizer, seed, *(problems for problems, _ in found))
     if not task.problems:
         raise ValueError(f"{where}: no problem is left to train on")
     skipped = sum(bad for _, bad in found)

@@ -294,3 +294,16 @@ def test_the_base_model_learns_to_call_the_tool(tmp_path):
     rewards = [row["reward"] for row in rows]
     assert sum(rewards[:8]) / 8 < 0.4 and sum(rewards[-8:]) / 8 > 0.7
     assert all(row["mismatch_max"] == 0 for row in rows) and rows[-1]["wall"] < 600
+
+
+def test_python_is_a_data_set_with_the_tool(tmp_path):
+    file = tmp_path / "problems.jsonl"
+    file.write_text("".join(json.dumps({"problem": f"How much is {i} squared?", "answer": str(i * i)}) + "\n" for i in range(40)))
+    tokenizer = base.make_tokenizer()
+    task, plain = (load_env(name, tokenizer, data=str(file)) for name in ("python", "jsonl"))
+    (problem,) = task.train(0, 1)
+    assert plain.train(0, 1)[0].answer and task.stop and not plain.stop and plain.follow_up is None
+    assert "python" in tokenizer.decode(task.prompt_ids(problem)) and "python" not in tokenizer.decode(plain.prompt_ids(problem))
+    call = f"```python\nprint({problem.prompt.split()[3]}**2)\n```\n"
+    assert turn(task, call) == f"```output\n{problem.answer}\n```\n"
+    assert task.rewards([problem], [call + f"\\boxed{{{problem.answer}}}"]) == [1]
