@@ -11,10 +11,12 @@ import gzip
 import hashlib
 import io
 import json
+import math
 import operator
 import pathlib
 import random
 import re
+import traceback
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -64,11 +66,22 @@ def load_env(name: str, tokenizer, seed: int = 0, difficulty: int | str = "", ma
     return task
 
 
-def grade(task, problems: list[Problem], responses: list[str]) -> list[float]:
-    """The reward of each response; of all at once if the task can, as verify.py has several processes."""
+def grade(task, problems: list[Problem], responses: list[str], errors: dict[int, str] | None = None) -> list[float]:
+    """The reward of each response; of all at once if the task can, as verify.py has several processes. One that the task's
+    own function cannot take gets 0, and `errors` what was wrong, by its index."""
     if hasattr(task, "rewards"):
         return task.rewards(problems, responses)
-    return [float(task.reward(p, r)) for p, r in zip(problems, responses, strict=True)]
+    rewards, errors = [], {} if errors is None else errors
+    for i, (problem, response) in enumerate(zip(problems, responses, strict=True)):
+        try:
+            rewards.append(float(task.reward(problem, response)))
+            if not math.isfinite(rewards[i]):
+                rewards[i], errors[i] = 0.0, f"it is {rewards[i]}"
+        except Exception as error:
+            traceback.print_exc()  # a run's log.txt
+            rewards.append(0.0)
+            errors[i] = f"{type(error).__name__}: {error}"
+    return rewards
 
 
 def too_long(task, problems: list[Problem], limit: int) -> list[Problem]:

@@ -94,7 +94,9 @@ class Learner:
         if kernels_mode == "aligned":
             kernels.require_supported(config)
             kernels.load_ops()
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(self.device).eval()  # eval: no dropout
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), use_safetensors=True)
+        self.model.to(self.device).eval()  # eval: no dropout
+        self.model.get_input_embeddings().padding_idx = None  # a pad that is also the eos learns like any other token
         self.mode, self.temperature, self.gates = kernels_mode, temperature, gates
         self.tokens_per_microbatch, self.audit, self.allow_mismatch = tokens_per_microbatch, audit, allow_mismatch
         self.gradient_checkpointing, self.max_grad_norm = gradient_checkpointing, max_grad_norm
@@ -200,15 +202,17 @@ class Learner:
         # in parts: one float32 sum over 2^28 squares would be several per cent too small
         parts = torch.stack([part.norm() for part in self.master.grad.split(2**16)])
         norm = math.sqrt(sum(part**2 for part in parts.tolist()))
-        stepped = any(advantage) and math.isfinite(norm)
+        metrics = batch_metrics(samples, step) | stats.metrics(self.gates.gate)
+        # bad: not one token to learn from counts too, for its gradient is a finite 0
+        bad = not math.isfinite(norm + metrics["loss"]) or metrics["nonfinite"] == metrics["tokens"]
+        stepped = any(advantage) and not bad
         if stepped:
             if norm > self.max_grad_norm > 0:
                 self.master.grad.mul_(self.max_grad_norm / norm)
             self.optimizer.step()
             self._round_master()
-        metrics = batch_metrics(samples, step) | stats.metrics(self.gates.gate)
         audited = self._audit(samples, logp_now, weights_of)
-        metrics |= audited | {"grad_norm": norm, "lr": lr, "stepped": stepped}
+        metrics |= audited | {"grad_norm": norm, "lr": lr, "stepped": stepped, "bad_step": int(bad)}
         if self.mode == "aligned" and audited.get("mismatch_max") and not self.allow_mismatch:
             raise MismatchError(
                 f"update {step}: log-probabilities of rollout and learner differ by up to {audited['mismatch_max']:.3g} at "
@@ -241,7 +245,9 @@ class Learner:
             with self.holding(weights_of(version)):
                 logp_v = self.score([samples[i] for i in indices])[0].cpu()
             sampled = torch.tensor([m for i in indices for m in samples[i].mask], dtype=torch.bool)
-            mismatch.append((logp_v - torch.cat([samples[i].logprobs for i in indices]))[sampled])
+            logmu = torch.cat([samples[i].logprobs for i in indices])
+            same = (logp_v == logmu) | (logp_v.isnan() & logmu.isnan())  # NaN on both sides: bad weights, not other kernels
+            mismatch.append((logp_v - logmu).masked_fill(same, 0.0)[sampled])
             lag.append((torch.cat([logp_now[i] for i in indices]) - logp_v)[sampled])
         if not chosen:
             return {}
@@ -339,4 +345,5 @@ def batch_metrics(samples: list[Sample], step: int) -> dict[str, float]:
         "tool_calls": sum(a > b for s in samples for a, b in zip(s.mask, s.mask[1:])) / len(samples),
         "truncated": sum(s.finish == "length" for s in samples) / len(samples),
         "tokens": sum(sampled),
+        "reward_errors": sum(bool(s.reward_error) for s in samples),
     }

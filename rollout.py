@@ -46,6 +46,7 @@ class Sample:
     mask: list[int]  # 1 for sampled tokens, 0 for tool output
     group: int = 0  # samples of one prompt share a group
     reward: float = 0.0
+    reward_error: str = ""  # what the task's reward function raised; the reward is then 0
 
 
 @dataclass
@@ -111,6 +112,7 @@ class Engine:
         set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it by a warning (v1/worker/cpu_worker.py)
         self.mode, self.stop_ids, self.version, self.cancelled = kernels_mode, sorted(stop_ids), None, False
         self.max_model_len, self.stop = max_model_len, list(stop)
+        self.shapes = None  # of the parameters, from the first load
         batch_tokens = max(8192, max_model_len)
         with kernels.engine_kernels(kernels_mode, self.device), torch.cuda.stream(self.stream):
             self.llm = LLM(
@@ -136,8 +138,15 @@ class Engine:
     def load(self, weights: dict[str, torch.Tensor], version: int) -> None:
         """Copy weights (parameter name of transformers -> tensor) into the engine and label it with their version.
 
-        Raises RuntimeError if the prefix cache, which holds keys and values of the old weights, was not reset.
+        Raises RuntimeError if they are not the parameters of the first load, or the prefix cache, which holds keys and values
+        of the old weights, was not reset.
         """
+        self.version = None  # until all of it is there
+        shapes = {name: w.shape for name, w in weights.items()}
+        self.shapes = self.shapes or shapes
+        if shapes != self.shapes:  # vLLM leaves a parameter that is missing without a value, and says nothing
+            wrong = min(dict(self.shapes.items() ^ shapes.items()))
+            raise RuntimeError(f"weights version {version} cannot be loaded: {wrong} is missing or has another shape")
         with kernels.engine_kernels(self.mode, self.device), kernels_cuda.reading(weights, self.stream):
             # loading builds the linear layers' dispatch anew
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
@@ -181,6 +190,8 @@ class Engine:
                         self._continue(i, requests[i], samples[i], turns[i], tool_ids, max_new_tokens, temperature)
                     elif progress:
                         progress()
+        if not torch.cat([s.logprobs for s in samples]).isfinite().all():
+            self.llm.collective_rpc(_clear_kv_cache)
         return samples
 
     def _add(self, i, request, sample, turn, max_new_tokens, temperature) -> None:
@@ -218,6 +229,12 @@ class Engine:
     def close(self) -> None:
         """Shut vLLM down, for every engine of this process."""
         self.engine.engine_core.shutdown()
+
+
+def _clear_kv_cache(worker) -> None:
+    """Attention multiplies the unused rest of a block by 0: a NaN left there is NaN in the next sequence, whatever its weights."""
+    for cache in worker.model_runner.kv_caches:
+        cache.zero_()
 
 
 def _renew_head(worker) -> None:

@@ -9,10 +9,10 @@ prompt, sample): the run is asynchronous, and yet the same to the last bit whene
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import tyro
+
+import checkpoint
 
 # Before torch loads OpenMP: a thread that waits for others spins 1,000 times, some microseconds, and then sleeps. By
 # default it spins for milliseconds, and when another program has one of two cores, an update of 0.2 s takes 3 s.
@@ -103,10 +105,14 @@ class Config:
     """Of evaluations; 0: as in training."""
     save_every: int = 0
     """Updates between checkpoints; 0: only at the end."""
+    keep: int = 0
+    """Newest checkpoints to keep, 2 or more to survive a damaged one; 0: all."""
+    max_bad_steps: int = 10
+    """Updates in a row whose loss or gradient is not finite (they take no step) that end the run."""
     out: str | None = None
     """Run folder; runs/ and a name made of the settings by default."""
     resume: str | None = None
-    """Run folder to continue from its newest checkpoint, with its own settings; --steps may grow."""
+    """Run folder to continue from its newest whole checkpoint, with its own settings; --steps may grow."""
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
     """Log the same metrics there too; the package must be installed."""
     rollout_timeout: float = 600.0
@@ -131,8 +137,8 @@ class UserError(Exception):
 # The loop
 
 
-def train(config: Config, run: "Run") -> None:
-    """Rollout in its thread, updates here; everything else is setting up and writing down."""
+def train(config: Config, run: "Run") -> int:
+    """Rollout in its thread, updates here; everything else is setting up and writing down. Returns the exit status."""
     import torch
 
     from kernels import keep_freed_memory
@@ -143,6 +149,8 @@ def train(config: Config, run: "Run") -> None:
     learner, engine, store, task, start = set_up(config, run)
     rollout = start_rollout(config, run, engine, store, task, start)
     try:
+        for version in run.waiting:
+            evaluate(config, run, rollout, store, task, version)
         for k in run.progress(start, config.steps):
             with run.timed("t_wait"):
                 batch = rollout.next(run.interrupted)
@@ -156,8 +164,8 @@ def train(config: Config, run: "Run") -> None:
             if run.due(config.eval_every, k + 1) and config.eval_every:
                 evaluate(config, run, rollout, store, task, k + 1)
             if run.due(config.save_every, k + 1):
-                run.save(k + 1, learner, store)
-        run.finish(rollout, learner, store)
+                run.save(learner, store)
+        return run.finish(rollout, learner, store)
     finally:
         if not rollout.close(wait=1.0 if rollout.error else 30.0):
             run.hung = True  # a thread inside the engine cannot be stopped; leave without it
@@ -171,7 +179,7 @@ def set_up(config: Config, run: "Run"):
     from learn import Gates, Learner
     from rollout import Engine, WeightStore
 
-    path, checkpoint, tokenizer = run.model_path, run.checkpoint, run.tokenizer
+    path, tokenizer, start = run.model_path, run.tokenizer, run.done
     task = make_task(config, tokenizer)
     engine_device, learner_device, memory = devices(config)
     if stream := kernels_cuda.own_stream(learner_device):
@@ -184,7 +192,8 @@ def set_up(config: Config, run: "Run"):
         device=learner_device,
     )  # fmt: skip
     store = WeightStore()
-    start = load_checkpoint(checkpoint, learner, store) if checkpoint else 0
+    if run.saved:
+        checkpoint.load(run.saved, learner, store)
     store.publish(start, learner.weights())
     longest = learner.model.config.max_position_embeddings
     stop_ids = {tokenizer.eos_token_id} | eos_of(path)
@@ -221,9 +230,13 @@ def start_rollout(config, run, engine, store, task, start):
 
     def grade(b, samples):
         of_batch = problems.pop(b)
-        rewards = envs.grade(task, [p for p in of_batch for _ in range(config.group_size)], run.decode(samples, tools=False))
+        errors: dict[int, str] = {}
+        rewards = envs.grade(task, [p for p in of_batch for _ in range(config.group_size)], run.decode(samples, tools=False), errors)
         for i, (sample, reward) in enumerate(zip(samples, rewards)):
-            sample.group, sample.reward = i // config.group_size, reward
+            sample.group, sample.reward, sample.reward_error = i // config.group_size, reward, errors.get(i, "")
+        if len(errors) > len(samples) / 10:
+            last = [*errors.values()][-1]
+            raise RuntimeError(f"--env {config.env}: no reward for {len(errors)} of batch {b}'s {len(samples)} responses: {last}")
         return run.decode(samples)
 
     rollout = RolloutThread(
@@ -263,7 +276,7 @@ def check(config: Config) -> None:
 
     least = {"lag": 0, "steps": 1, "prompts": 1, "max_turns": 1, "max_new_tokens": 1, "audit": 0, "tokens_per_microbatch": 1, "eval_every": 0,
              "eval_problems": 1, "save_every": 0, "seed": 0, "lr": 0.0, "max_grad_norm": 0.0, "rollout_threads": 0, "learner_threads": 0,
-             "eval_temperature": 0, "eval_top_p": 1e-9, "eval_max_new_tokens": 0}  # fmt: skip
+             "eval_temperature": 0, "eval_top_p": 1e-9, "eval_max_new_tokens": 0, "keep": 0, "max_bad_steps": 1}  # fmt: skip
     require(config, least, {"eval_top_p": 1, "eval_temperature": 100})
     if config.seed >= 2**32:
         raise UserError(f"--seed {config.seed}: must be below 2^32")
@@ -287,8 +300,7 @@ def check(config: Config) -> None:
     if config.track != "none":
         import importlib.util
 
-        module = {"tensorboard": "tensorboard"}.get(config.track, config.track)
-        if importlib.util.find_spec(module) is None:
+        if importlib.util.find_spec(config.track) is None:
             raise UserError(f"--track {config.track}: pip install {config.track}")
     devices(config)
 
@@ -329,7 +341,7 @@ def check_model(config: Config, path: pathlib.Path) -> str:
     from envs import too_long
 
     try:
-        model, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        model, tokenizer = (auto.from_pretrained(path, trust_remote_code=False) for auto in (AutoConfig, AutoTokenizer))
         task = make_task(config, tokenizer)
         if config.kernels == "aligned":
             kernels.require_supported(model)
@@ -380,7 +392,7 @@ def resolve_model(name: str, env: str = "arith") -> pathlib.Path:
         return base.make_base("calc" if "calc" in (env, name[5:]) else "arith")
     path = pathlib.Path(name)
     if (path / "metrics.jsonl").exists():  # a run of this project
-        path = newest_checkpoint(path)
+        path = next(reversed(checkpoint.checkpoints(path)), None)
         if path is None:
             raise UserError(f"--model {name}: the run has no checkpoint")
     if path.is_dir():
@@ -397,11 +409,6 @@ def resolve_model(name: str, env: str = "arith") -> pathlib.Path:
         return pathlib.Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
     except Exception as error:
         raise UserError(f"--model {name}: neither a folder nor a model that the hub gives ({type(error).__name__})") from None
-
-
-def newest_checkpoint(folder: pathlib.Path) -> pathlib.Path | None:
-    numbered = [p for p in folder.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit()]
-    return max(numbered, key=lambda p: int(p.name.removeprefix("checkpoint-")), default=None)
 
 
 def eos_of(path) -> set:
@@ -426,24 +433,28 @@ def default_threads(lag: int) -> int:
 class Run:
     """The run folder, the console, and what is written where. Exits of every kind come through here."""
 
-    def __init__(self, config: Config, folder: pathlib.Path, model_path: pathlib.Path, checkpoint=None):
-        self.config, self.folder, self.model_path, self.checkpoint = config, folder, model_path, checkpoint
-        self.rollout, self.hung, self.started, self.stop_requested, self.bar = None, False, time.perf_counter(), False, None
-        self.error, self.saved, self.times = None, checkpoint, {}
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, config: Config, folder: pathlib.Path, model_path: pathlib.Path, held, whose, saved, manifest):
+        """held: the lock; whose, manifest: see checkpoint.py; saved: the checkpoint to go on from, or None."""
+        self.config, self.folder, self.model_path, self.held, self.whose, self.saved = config, folder, model_path, held, whose, saved
+        self.rollout, self.hung, self.started, self.stopped_by, self.bar = None, False, time.perf_counter(), None, None
+        self.saving = False
+        self.error, self.times, self.done, self.files, rows = None, {"t_save": 0.0}, manifest["step"], {}, {}  # done: updates
+        checkpoint.write_whole(folder / "config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+        for name, key in (("metrics", "step"), ("samples", "step"), ("eval", "version")):
+            path, end = folder / f"{name}.jsonl", self.done + (name == "eval")
+            rows[name] = [row for row in checkpoint.read_rows(path) if row[key] < end]  # a resumed run writes the others again
+            checkpoint.write_whole(path, "".join(json.dumps(row) + "\n" for row in rows[name]))
+            self.files[name] = open(path, "a", buffering=1)
+        self.history = rows["metrics"]
+        self.wall = self.history[-1]["wall"] if self.history else 0.0
+        self.waiting = [v for v in manifest["waiting"] if v not in {row["version"] for row in rows["eval"]}]  # to be evaluated
         self.console = quiet(folder / "log.txt")
         from transformers import AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(model_path)
-        (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-        start = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
-        for name, key in (("metrics", "step"), ("samples", "step"), ("eval", "version")):
-            keep_before(folder / f"{name}.jsonl", key, start + (name == "eval"))
-        self.history = read_jsonl(folder / "metrics.jsonl")
-        self.wall = self.history[-1]["wall"] if self.history else 0.0
-        self.files = {name: open(folder / f"{name}.jsonl", "a", buffering=1) for name in ("metrics", "samples", "eval")}
         self.track = tracker(config, folder)
-        signal.signal(signal.SIGINT, self._on_signal)
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self._on_signal)
 
     def decode(self, samples, tools: bool = True) -> list[str]:
         """The responses' texts, with or without what tools wrote."""
@@ -470,17 +481,18 @@ class Run:
                 return
             yield k
             self.bar.update()
-        self.bar.close()
 
     # -- signals
 
     def _on_signal(self, signum, frame):
         if self.rollout is not None and self.rollout.error is not None and self.error is None:
+            if self.saving:
+                return  # finish the checkpoint: the next look at the rollout raises the error
             self.error = self.rollout.error  # once: not again while it is being handled
             raise self.error
-        if self.stop_requested:
+        if self.stopped_by and signum == signal.SIGINT:
             raise KeyboardInterrupt
-        self.stop_requested = True
+        self.stopped_by = signum
 
     def wake(self) -> None:
         """Called by the rollout thread: make the main thread run the handler above, now."""
@@ -489,7 +501,7 @@ class Run:
         _thread.interrupt_main(signal.SIGINT)
 
     def interrupted(self) -> bool:
-        return self.stop_requested
+        return self.stopped_by is not None
 
     # -- writing
 
@@ -507,8 +519,9 @@ class Run:
     def log(self, metrics: dict, batch) -> None:
         metrics |= self.times | {"t_rollout": batch.t_rollout, "t_sync": batch.t_sync}
         metrics |= {"wall": self.wall + time.perf_counter() - self.started}
-        self.history.append(metrics)
         self._write("metrics", metrics)
+        self.history.append(metrics)
+        self.done, self.times["t_save"] = self.done + 1, 0.0
         for i in (0, len(batch.samples) // 2):
             s = batch.samples[i]
             prompt = self.tokenizer.decode(s.prompt_ids)
@@ -518,6 +531,8 @@ class Run:
         self.bar.set_postfix(shown | {"mismatch": f"{metrics.get('mismatch_max', float('nan')):g}"}, refresh=False)
         if self.track:
             self.track(metrics, metrics["step"])
+        if sum(m["bad_step"] for m in self.history[-self.config.max_bad_steps :]) == self.config.max_bad_steps:
+            raise ArithmeticError(f"loss or gradient was not finite in {self.config.max_bad_steps} updates in a row (--max-bad-steps)")
 
     def log_eval(self, result: dict) -> None:
         self._write("eval", result)
@@ -527,29 +542,35 @@ class Run:
             self.track({f"eval/{k}": v for k, v in result.items()}, result["version"])
 
     def _write(self, name: str, row: dict) -> None:
-        self.files[name].write(json.dumps(row) + "\n")  # line-buffered: on disk after each row
+        self.files[name].write(json.dumps(row) + "\n")  # line-buffered: in the file after each row
 
-    def save(self, step: int, learner, store) -> None:
-        self.saved = save_checkpoint(self.folder, step, learner, store, self.tokenizer, self.config.lag)
+    def save(self, learner, store) -> None:
+        self.saving = True
+        with self.timed("t_save"):  # of the next row: this update's is written before its checkpoint, or a kill could lose it
+            for file in self.files.values():
+                os.fsync(file.fileno())
+            waiting = {version: weights for weights, version, *_ in list(self.rollout.evaluations)}
+            self.saved = checkpoint.save(self.folder, self.done, learner, store, self.tokenizer, self.whose, waiting)
+        self.saving = False
 
     # -- endings
 
-    def finish(self, rollout, learner, store) -> None:
-        """After the last update, or after Ctrl-C: wait for evaluations, save, draw, sum up."""
-        done = len(self.history)
-        if done < self.config.steps:
-            if done and not (self.saved and self.saved.name == f"checkpoint-{done}"):
-                self.save(done, learner, store)
-            self.say(f"stopped after update {done} of {self.config.steps}; {self.how_to_resume()}")
-        else:
-            while rollout.evaluations and not self.interrupted():
-                if rollout.error:
-                    raise rollout.error
-                time.sleep(0.02)
+    def finish(self, rollout, learner, store) -> int:
+        """After the last update, or after a signal: wait for evaluations, save, draw, sum up. Returns the exit status."""
+        while self.done == self.config.steps and rollout.evaluations and not self.interrupted():
+            if rollout.error or not rollout.is_alive():
+                raise rollout.error or RuntimeError("the rollout thread ended early")
+            time.sleep(0.02)
+        stopped = self.done < self.config.steps or rollout.evaluations
+        if stopped:
+            if self.done and not (self.saved and self.saved.name == f"checkpoint-{self.done}"):
+                self.save(learner, store)
+            self.say(f"stopped after update {self.done} of {self.config.steps}; {self.how_to_resume()}")
         self.bar.close()
         if self.history:
             subprocess.run([sys.executable, ROOT / "plots" / "figures.py", self.folder])
             self.say(self.summary())
+        return 128 + self.stopped_by if stopped else 0
 
     def summary(self) -> str:
         h = self.history
@@ -580,8 +601,9 @@ class Run:
 
     def fail(self, error: BaseException) -> None:
         """The error, and the end of the log when the cause may be there."""
-        traceback.print_exception(error)
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # the disk may be full
+            traceback.print_exception(error)
+            sys.stderr.flush()
         if self.bar is not None:
             self.bar.close()
         if not isinstance(error, UserError):
@@ -599,57 +621,6 @@ def quiet(log: pathlib.Path):
     os.dup2(fd, 1), os.dup2(fd, 2), os.close(fd)
     os.environ.setdefault("VLLM_LOGGING_COLOR", "0")
     return console
-
-
-def read_jsonl(path: pathlib.Path) -> list[dict]:
-    """Rows of a JSON-lines file; a last line that a crash cut short is left out."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
-
-
-def keep_before(path: pathlib.Path, key: str, step: int) -> None:
-    """Drop the rows that a resumed run will write again."""
-    if path.exists():
-        path.write_text("".join(json.dumps(row) + "\n" for row in read_jsonl(path) if row[key] < step))
-
-
-def save_checkpoint(folder: pathlib.Path, step: int, learner, store, tokenizer, lag: int) -> pathlib.Path:
-    """Write checkpoint-`step`: a Hugging Face model folder, the learner's state, and the versions that the lag still needs.
-    Written under another name, then renamed: a folder of that name is whole."""
-    from safetensors.torch import save_file
-
-    final, scratch = folder / f"checkpoint-{step}", folder / f".checkpoint-{step}"
-    shutil.rmtree(scratch, ignore_errors=True)
-    learner.model.save_pretrained(scratch)
-    tokenizer.save_pretrained(scratch)
-    index = scratch / "model.safetensors.index.json"
-    if not index.exists():  # of several files there is one; without it vLLM takes every *.safetensors for the model's
-        index.write_text(json.dumps({"weight_map": dict.fromkeys(learner.model.state_dict(), "model.safetensors")}))
-    save_file(learner.state(), scratch / "learner.safetensors")
-    versions = [v for v in store.versions() if max(0, step - lag) <= v < step]
-    save_file({f"{v}/{name}": w for v in versions for name, w in store.get(v).items()}, scratch / "versions.safetensors")
-    shutil.rmtree(final, ignore_errors=True)
-    scratch.rename(final)
-    return final
-
-
-def load_checkpoint(checkpoint: pathlib.Path, learner, store) -> int:
-    """Restore learner and published versions; returns the update to go on with."""
-    from safetensors.torch import load_file
-
-    from rollout import Weights
-
-    learner.load_state(load_file(checkpoint / "learner.safetensors"))
-    versions: dict[int, Weights] = {}
-    for key, tensor in load_file(checkpoint / "versions.safetensors", device=learner.device).items():
-        version, _, name = key.partition("/")
-        versions.setdefault(int(version), Weights())[name] = tensor
-    for version in sorted(versions):
-        store.publish(version, versions[version])
-    return int(checkpoint.name.rpartition("-")[2])
 
 
 def tracker(config: Config, folder: pathlib.Path):
@@ -675,9 +646,11 @@ def open_run(args: list[str] | None) -> Run:
     """The run folder: a new one, or that of --resume with its settings and its newest checkpoint. Raises UserError before
     anything is written or anything slow is started."""
     config = with_full_path(tyro.cli(Config, args=args))
-    checkpoint = None
-    if config.resume:
-        folder = pathlib.Path(config.resume)
+    resuming = config.resume is not None
+    name = f"{config.env}-{pathlib.Path(config.model).name}-{config.kernels}-lag{config.lag}-seed{config.seed}"
+    folders = [pathlib.Path("runs") / (name + suffix) for suffix in ["", *(f"-{i}" for i in range(2, 10000))]]
+    if resuming:
+        folders = [folder := pathlib.Path(config.resume)]
         try:
             saved = Config(**json.loads((folder / "config.json").read_text()))
         except FileNotFoundError:
@@ -686,26 +659,33 @@ def open_run(args: list[str] | None) -> Run:
             raise UserError(f"--resume {folder}: its config.json is of another version ({error})") from None
         config = with_full_path(dataclasses.replace(tyro.cli(Config, args=args, default=saved), resume=None))  # flags given win
         changed = [f.name for f in dataclasses.fields(Config) if getattr(config, f.name) != getattr(saved, f.name)]
-        if others := [name for name in changed if name != "steps"]:
-            raise UserError(f"--{others[0].replace('_', '-')}: --resume goes on with the run's own settings; only --steps may change")
+        if others := [name.replace("_", "-") for name in changed if name not in checkpoint.FREE]:
+            free = "only --steps, --rollout-timeout and --max-bad-steps may change"
+            raise UserError(f"--{others[0]}: --resume goes on with the run's own settings; {free}")
         if config.steps < saved.steps:
             raise UserError(f"--steps {config.steps}: the run to resume has {saved.steps}; it may grow, not shrink")
-        checkpoint = newest_checkpoint(folder)
-        if checkpoint is None:
-            raise UserError(f"--resume {folder}: no checkpoint there; start again, with --save-every to have one sooner")
     elif config.out:
-        folder = pathlib.Path(config.out)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        folders = [folder := pathlib.Path(config.out)]
+        if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - {".lock"}):
             raise UserError(f"--out {folder}: holds another run; choose another folder, or --resume {folder}")
-    else:
-        name = f"{config.env}-{pathlib.Path(config.model).name}-{config.kernels}-lag{config.lag}-seed{config.seed}"
-        folders = (pathlib.Path("runs") / (name + suffix) for suffix in ["", *(f"-{i}" for i in range(2, 10000))])
-        folder = next(f for f in folders if not f.exists())
     check(config)
     path = resolve_model(config.model, config.env)
     note = check_model(config, path)
-    run = Run(config, folder, path, checkpoint)
-    run.say(note)
+    for folder in folders:  # the first that no other run, perhaps one that is starting now, has taken
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True, exist_ok=len(folders) == 1)
+            break
+    held, whose = open(folder / ".lock", "a"), checkpoint.identity(dataclasses.asdict(config), path)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it ends
+        saved, manifest, notes = checkpoint.newest(folder, whose) if resuming else (None, {"step": 0, "waiting": []}, [])
+    except BlockingIOError:
+        raise UserError(f"--{'resume' if resuming else 'out'} {folder}: another process is running there") from None
+    except ValueError as error:
+        raise UserError(f"--resume {folder}: {error}") from None
+    run = Run(config, folder, path, held, whose, saved, manifest)
+    for line in [note, *notes]:
+        run.say(line)
     return run
 
 
@@ -724,10 +704,8 @@ def main(args: list[str] | None = None) -> int:
     except (UserError, OSError) as error:
         print(f"run_async.py: {error}", file=sys.stderr)
         return 2
-    status = 1
     try:
-        train(run.config, run)
-        status = 130 if run.stop_requested and len(run.history) < run.config.steps else 0
+        status = train(run.config, run)
     except KeyboardInterrupt:
         run.say("interrupted twice: left without saving")
         status = 130
