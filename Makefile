@@ -24,7 +24,7 @@ soak: setup
 	$(PY) -m pytest tests -m soak $(ARGS)
 
 bench: setup
-	$(PY) bench.py $(ARGS)
+	$(PY) plots/bench.py $(ARGS)
 
 plots: setup
 	$(PY) plots/figures.py $(ARGS)

@@ -692,8 +692,6 @@ def open_run(args: list[str] | None) -> Run:
 def with_full_path(config: Config) -> Config:
     """--model as a full path if it is a folder, and --data, so that the run can be resumed from anywhere."""
     path = pathlib.Path(config.model)
-    """--model as a full path if it is a folder, and --data, so that the run can be resumed from anywhere."""
-    path = pathlib.Path(config.model)
     config = dataclasses.replace(config, data=config.data and str(pathlib.Path(config.data).resolve()))
     return dataclasses.replace(config, model=str(path.resolve())) if path.is_dir() and not config.model.startswith("base") else config
 

@@ -1,7 +1,7 @@
 """Speed of this code against its own standard kernels, plain vLLM, synchronous training and the cores' matmul rate.
 
-    python bench.py                                    # engine, learner, load, training: the default task and model
-    python bench.py --large PATH                       # the learner on a larger model, e.g. SmolLM2-135M, against matmul
+    python plots/bench.py                                    # engine, learner, load, training: the default task and model
+    python plots/bench.py --large PATH                       # the learner on a larger model, e.g. SmolLM2-135M, against matmul
     make bench-trl                                     # TRL's GRPOTrainer on the same model, task and batch
 
 Everything that is compared runs in turn, A B A B, in one process on one machine; the table gives medians and the median
@@ -20,7 +20,8 @@ import tempfile
 import time
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as run_async.py, which says why
-ROOT = pathlib.Path(__file__).resolve().parent
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 PROMPTS, GROUP, NEW_TOKENS = 32, 8, 48  # the default run's update
 
 
