@@ -1,11 +1,12 @@
 """Tasks: problems, prompts and rewards.
 
-A task is an object with `train(batch, n)`, `heldout(n)`, `prompt_ids(problem)` and `reward(problem, response)`, or `rewards` of
-many; that is all the rollout and the evaluation know about it. Rewards are computed from text, training is on token ids:
-nothing here re-tokenises a response.
+A task is an object with `train(batch, n)`, `heldout(n)`, `prompt_ids(problem)` and `reward(problem, response)`; that is all the
+rollout and the evaluation know about it. Rewards are computed from text, training is on token ids: nothing here re-tokenises
+a response.
 """
 
 import ast
+import copy
 import functools
 import gzip
 import hashlib
@@ -17,11 +18,13 @@ import pathlib
 import random
 import re
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from fractions import Fraction
 
 from sandbox import require_sandbox, run_python
-from verify import are_correct, final_answer, is_correct, last_boxed  # noqa: F401  is_correct: for whoever adds a task
+from verify import WORKERS, final_answer, is_correct, last_boxed
 
 HUB = {  # task: dataset on the hub, its configuration, training split and, unless problems are held out by hash, test split
     "gsm8k": ("openai/gsm8k", "main", "train", "test"),
@@ -67,21 +70,26 @@ def load_env(name: str, tokenizer, seed: int = 0, difficulty: int | str = "", ma
 
 
 def grade(task, problems: list[Problem], responses: list[str], errors: dict[int, str] | None = None) -> list[float]:
-    """The reward of each response; of all at once if the task can, as verify.py has several processes. One that the task's
+    """The reward of each response; of a data set's WORKERS at a time, as verify.py has as many processes. One that the task's
     own function cannot take gets 0, and `errors` what was wrong, by its index."""
-    if hasattr(task, "rewards"):
-        return task.rewards(problems, responses)
-    rewards, errors = [], {} if errors is None else errors
-    for i, (problem, response) in enumerate(zip(problems, responses, strict=True)):
+    errors = {} if errors is None else errors
+
+    def reward(i: int, problem: Problem, response: str) -> float:
         try:
-            rewards.append(float(task.reward(problem, response)))
-            if not math.isfinite(rewards[i]):
-                rewards[i], errors[i] = 0.0, f"it is {rewards[i]}"
+            value = float(task.reward(problem, response))
+            if math.isfinite(value):
+                return value
+            errors[i] = f"it is {value}"
         except Exception as error:
             traceback.print_exc()  # a run's log.txt
-            rewards.append(0.0)
             errors[i] = f"{type(error).__name__}: {error}"
-    return rewards
+        return 0.0
+
+    each = range(len(problems)), problems, responses
+    if not isinstance(task, Dataset):
+        return list(map(reward, *each))
+    with ThreadPoolExecutor(WORKERS) as threads:
+        return list(threads.map(reward, *each))
 
 
 def too_long(task, problems: list[Problem], limit: int) -> list[Problem]:
@@ -90,11 +98,16 @@ def too_long(task, problems: list[Problem], limit: int) -> list[Problem]:
     return [p for p in problems if len(p.prompt.encode()) > room and len(task.prompt_ids(p)) > limit]
 
 
+def chat_text(tokenizer, *contents: str) -> str:
+    """Messages of user and assistant in turn in the tokenizer's chat template, ready for the answer."""
+    chat = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    today = datetime(2025, 1, 1).strftime  # for templates that give the date: tomorrow's run must be the same
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, strftime_now=today)
+
+
 def chat_ids(tokenizer, content: str) -> list[int]:
     """Token ids of one user message in the tokenizer's chat template, ready for the answer."""
-    message = {"role": "user", "content": content}
-    text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
-    return tokenizer.encode(text, add_special_tokens=False)  # the template wrote the special tokens itself
+    return tokenizer.encode(chat_text(tokenizer, content), add_special_tokens=False)  # the template wrote the special tokens itself
 
 
 class Arith:
@@ -169,7 +182,7 @@ def _is_heldout(prompt: str) -> bool:
 
 class PythonTool:
     """Tool use for a task: the model writes a fenced Python block, the sandbox runs it, and what it printed is appended, as
-    tokens that the model did not sample. A turn ends with the block's closing fence or the end-of-sequence token."""
+    tokens that the model did not sample. A turn ends with the block's closing fence or an end-of-sequence token."""
 
     stop = ("\n```\n",)
 
@@ -177,30 +190,33 @@ class PythonTool:
         """Raises ValueError, one line, where the sandbox cannot run."""
         require_sandbox(unsafe_sandbox)
         self.max_turns, self.unsafe_sandbox = max_turns, unsafe_sandbox
+        # For output: a special token that a program printed is text. A tokenizer of its own, because split_special_tokens as an
+        # argument is a state of the tokenizer, in which other threads would encode their templates.
+        self.plain = copy.deepcopy(self.tokenizer)
+        self.plain.split_special_tokens = True
+        self.plain.encode("")  # only now does the state change
 
-    def follow_up(self, turn_ids: list[int], turn: int) -> list[int] | None:
-        """After turn number `turn` (from 0): token ids to append and sample on, or None when the response is complete."""
-        text = self.tokenizer.decode(turn_ids)
+    def follow_up(self, turn_ids: list[int], calls: int) -> list[int] | None:
+        """After a turn, and `calls` of the tool before it: token ids to append and sample on, or None when the response is complete."""
+        text = self.tokenizer.decode(turn_ids, skip_special_tokens=True)  # in which vLLM looks for `stop`
         blocks = list(FENCED_PYTHON.finditer(text))
-        ended = turn_ids[-1] == self.tokenizer.eos_token_id
+        ended = self.stop[0] not in text  # by an end-of-sequence token; a model may have several
         if not blocks:
             return None if ended else []  # another fence than Python's: go on
-        if turn + 1 >= self.max_turns or "\\boxed{" in text[blocks[-1].end() :]:
+        if calls + 1 >= self.max_turns or "\\boxed{" in text[blocks[-1].end() :]:
             return None
-        return self.tool_ids(run_python(blocks[-1].group(1), unsafe=self.unsafe_sandbox), ended)
+        end = self.tokenizer.decode(turn_ids[-1:]) if ended else ""
+        return self.tool_ids(run_python(blocks[-1].group(1), unsafe=self.unsafe_sandbox), end)
 
-    def tool_ids(self, output: str, ended: bool) -> list[int]:
-        """The tokens of a tool's output: the next message of the chat template if there is one, else a fenced block."""
-        encode = lambda text: self.tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
+    def tool_ids(self, output: str, end: str) -> list[int]:
+        """The tokens of a tool's output: the next message of the chat template if there is one, else a fenced block. end: the
+        end-of-sequence token that the model wrote, which the template would write too."""
         before, after = "```output\n", "\n```\n"
         if self.tokenizer.chat_template:  # what the template writes between an answer's end and the next answer
-            chat = [{"role": role, "content": content} for role, content in (("user", "?"), ("assistant", "@1"), ("user", f"{before}@2{after}"))]
-            text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-            before, after = text.rpartition("@1")[2].split("@2")
-            if ended:
-                before = before.removeprefix(self.tokenizer.eos_token)
-        # a special token that the program printed is text, not a special token
-        return encode(before) + self.tokenizer.encode(output.strip("\n"), add_special_tokens=False, split_special_tokens=True) + encode(after)
+            text = chat_text(self.tokenizer, "?", "@1", f"{before}@2{after}")
+            before, after = text.rpartition("@1")[2].removeprefix(end).split("@2")
+        texts = (self.tokenizer, before), (self.plain, output.strip("\n")), (self.tokenizer, after)
+        return [i for tokenizer, text in texts for i in tokenizer.encode(text, add_special_tokens=False)]
 
 
 class Calc(PythonTool, Arith):
@@ -263,13 +279,12 @@ class Dataset:
         text = problem.prompt if "\\boxed" in problem.prompt else f"{problem.prompt}\n{STEPS_INSTRUCTION}"
         return chat_ids(self.tokenizer, text) if self.tokenizer.chat_template else self.tokenizer.encode(text + "\n")
 
-    def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
-        """1.0 for each response that gives its problem's answer, else 0.0."""
+    def reward(self, problem: Problem, response: str) -> float:
+        """1.0 if `response` gives the problem's answer, or one of several, else 0.0."""
         if self.name == "countdown":
-            return [float(solves_countdown(r, p.answer)) for p, r in zip(problems, responses, strict=True)]
-        answers = [(p.answer,) if isinstance(p.answer, str) else p.answer for p in problems]
-        verdicts = iter(are_correct([(r, a) for r, several in zip(responses, answers, strict=True) for a in several]))
-        return [float(any([next(verdicts) for _ in several])) for several in answers]  # a list: any() alone stops early
+            return float(solves_countdown(response, problem.answer))
+        answers = [problem.answer] if isinstance(problem.answer, str) else problem.answer
+        return float(any(is_correct(response, answer) for answer in answers))
 
 
 class PythonDataset(PythonTool, Dataset):

@@ -11,6 +11,7 @@ import pathlib
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,14 +81,16 @@ def score(task, problems: list, samples: list) -> tuple[dict, list[dict]]:
     from rollout import decode
 
     n, texts = len(samples) // len(problems), decode(task.tokenizer, samples)
-    rewards = np.array(grade(task, [p for p in problems for _ in range(n)], decode(task.tokenizer, samples, tools=False))).reshape(-1, n)
+    graded, errors = decode(task.tokenizer, samples, tools=False), {}
+    rewards = np.array(grade(task, [p for p in problems for _ in range(n)], graded, errors)).reshape(-1, n)
     results = mean_and_interval(rewards.mean(axis=1)) | {"problems": len(problems), "samples": n}
     for k in (2**i for i in range(1, n.bit_length())):
         results[f"pass@{k}"] = float(np.mean([pass_at_k(n, int(c), k) for c in (rewards == 1).sum(axis=1)]))
     results["response_len"] = float(np.mean([sum(s.mask) for s in samples]))
     results["truncated"] = float(np.mean([s.finish == "length" for s in samples]))
-    graded = zip(texts, rewards.flatten().tolist(), samples)
-    rows = [{"text": text, "reward": reward, "tokens": sum(s.mask), "finish": s.finish} for text, reward, s in graded]
+    results["reward_errors"] = len(errors)  # each is a 0 in pass@1
+    each = zip(texts, rewards.flatten().tolist(), samples)
+    rows = [{"text": text, "reward": reward, "tokens": sum(s.mask), "finish": s.finish} for text, reward, s in each]
     return results, [dataclasses.asdict(p) | {"responses": rows[i * n : i * n + n]} for i, p in enumerate(problems)]
 
 
@@ -187,17 +190,23 @@ def compare(models: list[dict]) -> list[dict]:
 def main(args: list[str] | None = None) -> int:
     config = tyro.cli(Config, args=args)
     out = pathlib.Path(config.out or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    log = out.with_suffix(".log")
     try:
         least = {"samples": 1, "problems": 0, "max_new_tokens": 0, "seed": 0, "temperature": 0, "top_p": 1e-9}
         require(config, least, {"temperature": 100, "top_p": 1})
         paths = [resolve_model(name) for name in config.model]
         out.parent.mkdir(parents=True, exist_ok=True)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-            jobs = [pool.submit(evaluate_model, config, *m, out.with_suffix(".log")) for m in zip(config.model, paths)]
-            models = [job.result() for job in jobs]
-    except (UserError, OSError) as error:
-        print(f"eval.py: {error}", file=sys.stderr)
-        return 2
+            try:  # one after the other: after an error none is started any more
+                models = [pool.submit(evaluate_model, config, *m, log).result() for m in zip(config.model, paths)]
+            except BaseException:
+                for child in multiprocessing.active_children():  # or the pool waits for what it is doing
+                    child.kill()
+                raise
+    except (UserError, OSError, BrokenProcessPool, KeyboardInterrupt) as error:
+        reason = {BrokenProcessPool: f"the process was killed; perhaps memory ran out, see {log}", KeyboardInterrupt: "interrupted"}
+        print(f"eval.py: {reason.get(type(error), error)}", file=sys.stderr)
+        return 130 if isinstance(error, KeyboardInterrupt) else 2
     rows = compare(models)
     out.write_text(json.dumps({"settings": dataclasses.asdict(config), "results": rows, "models": models}, indent=1) + "\n")
     print(pandas.DataFrame(rows, dtype=object).to_string(index=False, na_rep="", float_format="{:.3f}".format))

@@ -6,7 +6,9 @@
 """
 
 import collections
+import contextlib
 import hashlib
+import operator
 import os
 import queue
 import threading
@@ -28,8 +30,8 @@ class Request:
 
     prompt_ids: list[int]
     seed: int
-    # Tool use: (token ids of the turn just sampled, its number from 0) -> token ids to append and sample on, or None when
-    # the response is complete. Called from another thread, while other sequences go on.
+    # Tool use: (token ids of the turn just sampled, how often there was something to append before) -> token ids to append and
+    # sample on, or None when the response is complete. Called from another thread, while other sequences go on.
     follow_up: Callable[[list[int], int], list[int] | None] | None = None
     top_p: float = 1.0  # other than 1 for evaluation only: importance sampling needs the whole distribution
 
@@ -167,7 +169,8 @@ class Engine:
         for i, request in enumerate(requests):
             self._add(i, request, samples[i], 0, max_new_tokens, temperature)
         pool = ThreadPoolExecutor(max_workers=8, thread_name_prefix="tool")  # starts no thread unless there is work
-        with pool, torch.cuda.stream(self.stream):
+        with contextlib.ExitStack() as at_exit, torch.cuda.stream(self.stream):
+            at_exit.callback(pool.shutdown, cancel_futures=True)  # if it is not the end: of 256 programs, 8 are waited for
             running = {}  # follow-up under way -> its request
             while running or self.engine.has_unfinished_requests():
                 if self.cancelled:
@@ -180,7 +183,8 @@ class Engine:
                             i = int(output.request_id)
                             turn = _append_turn(samples[i], output.outputs[0])
                             if requests[i].follow_up and samples[i].finish == "stop":
-                                running[pool.submit(requests[i].follow_up, turn, turns[i])] = i
+                                mask = samples[i].mask
+                                running[pool.submit(requests[i].follow_up, turn, sum(map(operator.gt, mask, mask[1:])))] = i
                             elif progress:
                                 progress()
                 for future in [f for f in running if f.done()]:

@@ -23,7 +23,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 DEADLINE, CPU_TIME = 2.0, 1.0  # seconds per answer, by the clock and of a core: a busy machine should turn no verdict
@@ -99,12 +98,6 @@ def is_correct(response: str, answer: str) -> bool:
     if outcome == "crashes":  # which may have come from outside
         outcome = _ask(gold, given, new_worker=True)
     return outcome == "right"
-
-
-def are_correct(pairs: list[tuple[str, str]]) -> list[bool]:
-    """`is_correct(response, answer)` of each pair, WORKERS at a time."""
-    with ThreadPoolExecutor(WORKERS) as threads:
-        return list(threads.map(lambda pair: is_correct(*pair), pairs))
 
 
 def _plain(text: str) -> str:

@@ -1,5 +1,6 @@
 """Tasks: what is right, what is trained on and what is held out; and the base model's recipe."""
 
+import copy
 import filecmp
 import gzip
 import json
@@ -159,6 +160,12 @@ def test_a_prompt_in_a_chat_template_has_the_instruction_and_each_special_token_
     ids = env.prompt_ids(Problem("What is two times three?", "6"))
     assert ids.count(chat_tokenizer.bos_token_id) == 1 and ids[0] == chat_tokenizer.bos_token_id
     assert chat_tokenizer.decode(ids[1:]) == "[user] What is two times three?\nPut your final answer within \\boxed{}.\n[assistant] "
+
+
+def test_a_template_that_gives_the_date_gives_the_same_prompt_every_day(tokenizer, chat_tokenizer):
+    dated = copy.deepcopy(chat_tokenizer)
+    dated.chat_template = "{{ strftime_now('%d %b %Y') }} " + dated.chat_template
+    assert "01 Jan 2025" in dated.decode(load_env("arith", dated).prompt_ids(Problem("1+1=", "2")))
 
 
 def test_the_base_tokenizer_gives_back_every_text_of_the_task(arith, tokenizer):

@@ -1,12 +1,17 @@
 """eval.py: its statistics against brute force and simulation, its answers against the engine's and the online evaluation's."""
 
+import contextlib
 import itertools
 import json
+import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
+import psutil
 import pytest
 
 import eval as evaluation
@@ -284,6 +289,30 @@ def test_what_is_found_out_later_is_one_line_too(args, base_model, capfd, tmp_pa
     assert evaluation.main(["--model", "base", *args.split(), "--out", str(tmp_path / "e.json")]) == 2
     err = capfd.readouterr().err
     assert len(err.splitlines()) == 1 and args in err and not (tmp_path / "e.json").exists()
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "killed"])
+def test_an_evaluation_that_is_stopped_ends_at_once_and_says_so_in_a_line(how, base_model, tmp_path):
+    command = [sys.executable, "eval.py", "--model", "base", "--model", "base", "--samples", "50", "--out", tmp_path / "e.json"]
+    with open(tmp_path / "err", "w") as err:  # SIGINT is ignored in what a shell starts in the background
+        process = subprocess.Popen(command, cwd=ROOT, stderr=err, start_new_session=True,
+                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip
+    try:
+        while not (tmp_path / "e.log").exists():  # the first model's process
+            assert process.poll() is None
+            time.sleep(0.1)
+        if how == "Ctrl-C":
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            with open(tmp_path / "e.log") as log:
+                (child,) = [c for c in psutil.Process(process.pid).children() if log.name in str(c.open_files())]
+            child.kill()
+        assert process.wait(30) == {"Ctrl-C": 130, "killed": 2}[how]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    said = {"Ctrl-C": "eval.py: interrupted\n", "killed": f"eval.py: the process was killed; perhaps memory ran out, see {tmp_path}/e.log\n"}
+    assert (tmp_path / "err").read_text() == said[how] and not (tmp_path / "e.json").exists()
 
 
 def test_a_run_folder_means_its_newest_checkpoint_and_one_without_is_refused(tmp_path, base_model):

@@ -311,6 +311,19 @@ def test_a_reward_that_is_no_number_is_an_error_of_the_reward_function(reward):
     assert envs.grade(task, [None, None], ["", "a"], errors) == [1.0, 0.0] and [*errors] == [1] and errors[1]
 
 
+def test_a_response_that_the_verifier_cannot_take_gets_0_and_leaves_the_others_their_rewards(monkeypatch):
+    def is_correct(response, answer):
+        if response == "bad":
+            raise RuntimeError("no verifier")
+        return response == answer
+
+    monkeypatch.setattr(envs, "is_correct", is_correct)
+    task, errors = envs.Dataset("jsonl", None, 0, []), {}
+    problems = [envs.Problem("q", "3"), envs.Problem("q", ("4", "5"))] * 3
+    assert envs.grade(task, problems, ["3", "5", "bad", "bad", "4", "4"], errors) == [1, 1, 0, 0, 0, 1]
+    assert {i: str(e) for i, e in errors.items()} == dict.fromkeys([2, 3], "RuntimeError: no verifier")
+
+
 def test_bad_weights_are_a_bad_step_and_no_kernel_fault(base_engine, base_model):
     """NaN weights: no step, no MismatchError; and the engine samples as before once it has other weights again."""
     learner = learn.Learner(base_model, audit=4, lr=1.0)

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -140,8 +141,12 @@ def test_limits(stopping):
         assert sum(s.mask) == 40 and s.finish == "length" and s.mask[-1] == 1
     for s in made.generate(requests(2, length=900, follow_up=endless), 1000, 1.0, 0):  # the context
         assert 1024 - 6 <= len(s.prompt_ids + s.response_ids) <= 1024 and s.finish == "length"
-    (s,) = made.generate([Request([1, 2, 3], 0, lambda turn_ids, turn: [] if turn == 0 else None)], 64, 1.0, 0)
-    assert spans(s.mask) == [(1, 0, len(s.mask))] and sum(i in STOPS for i in s.response_ids) == 2  # nothing to add: it goes on
+    more, calls = iter([[], [], [99], [], None]), []
+    (s,) = made.generate([Request([1, 2, 3], 0, lambda turn_ids, n: calls.append(n) or next(more))], 200, 1.0, 0)
+    assert [n for n, _, _ in spans(s.mask)] == [1, 0, 1] and sum(i in STOPS for i in s.response_ids) == 5  # nothing to add: it goes on
+    assert calls == [0, 0, 0, 1, 1]  # and does not count as a call of the tool
+    for s in made.generate(requests(2, follow_up=lambda turn_ids, n: [99] * 2000), 64, 1.0, 0):  # longer than the context
+        assert s.finish == "length" and 0 not in s.mask and s.response_ids[-1] in STOPS
 
 
 def test_an_exception_in_a_tool_is_not_swallowed(stopping):
@@ -152,6 +157,25 @@ def test_an_exception_in_a_tool_is_not_swallowed(stopping):
 
     with pytest.raises(OSError, match="the tool is gone"):
         made.generate(requests(2, follow_up=broken), 64, 1.0, 0)
+    for output in iter(made.engine.has_unfinished_requests, False):
+        made.engine.step()
+
+
+def test_a_cancelled_generation_starts_no_more_programs(stopping):
+    made, _ = stopping
+    started = []
+
+    def slow(turn_ids, turn):
+        started.append(turn)
+        made.cancelled = True
+        time.sleep(0.5)
+
+    try:
+        with pytest.raises(RuntimeError, match="cancelled"):
+            made.generate(requests(48, follow_up=slow), 64, 1.0, 0)
+    finally:
+        made.cancelled = False
+    assert 0 < len(started) <= 8
     for output in iter(made.engine.has_unfinished_requests, False):
         made.engine.step()
 
@@ -245,6 +269,8 @@ def test_calc_runs_the_block(calc):
         ("```python\nprint(1)\n```\n```python\nprint(2)\n```\n", "```output\n2\n```\n"),  # the last block
         ("```python\nprint(1)\n```\n\\boxed{3}<eos>", None),  # answered after it
         ("```\nprint(1)\n```\n", ""),  # no Python: sample on
+        ("so it is<pad>", None),  # another end-of-sequence token than the tokenizer's
+        ("```python\nprint(1)\n```<pad>", "```output\n1\n```\n"),
         ("```python\nx=1\n```\n", "```output\n\n```\n"),
     ],
 )
@@ -279,6 +305,36 @@ def test_a_chat_template_gets_the_output_as_the_next_message(calc, monkeypatch):
                                           {"role": "user", "content": "```output\n1\n```\n"}], add_generation_prompt=True, tokenize=False).endswith(call + "<eos>" + rest)  # fmt: skip
 
 
+def test_the_end_of_a_message_is_there_once_whichever_token_it_is(calc, monkeypatch):
+    tokenizer = base.make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<pad>\n{% endfor %}"  # while its eos is <eos>
+    monkeypatch.setattr(calc, "tokenizer", tokenizer)
+    call, rest = "```python\nprint(1)\n```", "\n```output\n1\n```\n<pad>\n"
+    assert turn(calc, call + "<pad>") == rest and turn(calc, call + "\n") == turn(calc, call + "<eos>") == "<pad>" + rest
+
+
+def test_threads_do_not_change_each_others_encoding(calc, monkeypatch):
+    """A program's output is encoded without special tokens, and a template, with them, at the same time."""
+    from envs import chat_ids
+
+    tokenizer = base.make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
+    monkeypatch.setattr(calc, "tokenizer", tokenizer)
+    jobs = [lambda: calc.tool_ids("<eos>" * 20, ""), lambda: chat_ids(tokenizer, "so")] * 4
+    alone, found = [job() for job in jobs], []
+    threads = [threading.Thread(target=lambda j=j, a=a: found.extend(j() == a for _ in range(300))) for j, a in zip(jobs, alone)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [True] * 2400
+
+
 def test_without_bubblewrap_the_task_refuses_to_start(monkeypatch):
     monkeypatch.setitem(sandbox.ENV, "PATH", "/nowhere")
     with pytest.raises(ValueError, match="bubblewrap.*--unsafe-sandbox"):
@@ -306,4 +362,4 @@ def test_python_is_a_data_set_with_the_tool(tmp_path):
     assert "python" in tokenizer.decode(task.prompt_ids(problem)) and "python" not in tokenizer.decode(plain.prompt_ids(problem))
     call = f"```python\nprint({problem.prompt.split()[3]}**2)\n```\n"
     assert turn(task, call) == f"```output\n{problem.answer}\n```\n"
-    assert task.rewards([problem], [call + f"\\boxed{{{problem.answer}}}"]) == [1]
+    assert task.reward(problem, call + f"\\boxed{{{problem.answer}}}") == 1
