@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 
 import kernels
+import kernels_cuda
 import rollout
 import run_async
 from learn import Learner
@@ -49,7 +50,8 @@ class Subject:
         middle = self.config.num_hidden_layers // 2
         self.middle = slice(max(0, middle - 1), middle + 1)  # the layers that C3 to C7 look at
         self.engine_layers = list(self.runner.model.model.layers)[self.middle]
-        self.all_threads = sorted({1, 2, threads})
+        self.block, self.cuda = engine.llm.llm_engine.vllm_config.cache_config.block_size, self.device.type == "cuda"
+        self.all_threads = [threads] if self.cuda else sorted({1, 2, threads})
 
     def sync(self) -> None:
         self.engine.load(self.learner.weights(), 0)
@@ -97,18 +99,21 @@ class Tally:
 def c0(s: Subject, tally: Tally) -> None:
     import transformers
     import vllm
+    from vllm import envs
 
     config, model = s.engine.llm.llm_engine.vllm_config, s.engine.llm.llm_engine.model_config
     tally.details = {name: value for name, value in sorted(os.environ.items()) if re.match("(VLLM|ONEDNN|DNNL|OMP|MKL)_", name)}
     tally.details |= {"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
-                      "model type": s.config.model_type, "device": str(s.device), "cpu": torch.backends.cpu.get_cpu_capability()}  # fmt: skip
+                      "model type": s.config.model_type, "cpu": torch.backends.cpu.get_cpu_capability(),
+                      "device": torch.cuda.get_device_name(s.device) if s.cuda else "cpu"}  # fmt: skip
     for what, value, right in [
         ("vLLM version", vllm.__version__.split("+")[0], "0.32.0"),  # kernels.py relies on its files
         ("model dtype", model.dtype, s.dtype), ("quantization", model.quantization, None),
         ("generation_config", model.generation_config, "vllm"), ("logprobs_mode", model.logprobs_mode, "processed_logprobs"),
-        ("block size", config.cache_config.block_size, kernels.BLOCK), ("KV-cache dtype", config.cache_config.cache_dtype, "auto"),
+        ("block size", s.block, kernels_cuda.BLOCK if s.cuda else kernels.BLOCK), ("KV-cache dtype", config.cache_config.cache_dtype, "auto"),
         ("prefix caching", config.cache_config.enable_prefix_caching, True), ("enforce_eager", model.enforce_eager, True),
-        ("chunked prefill", config.scheduler_config.enable_chunked_prefill, False),
+        ("chunked prefill", config.scheduler_config.enable_chunked_prefill and not s.cuda, False),
+        ("batch invariance", envs.VLLM_BATCH_INVARIANT, s.cuda and s.mode == "aligned"),
         ("tensor parallel size", config.parallel_config.tensor_parallel_size, 1),
         ("speculative decoding", config.speculative_config, None),
         ("float32 matmul precision", torch.get_float32_matmul_precision(), "highest"),
@@ -126,13 +131,12 @@ def c1(s: Subject, tally: Tally) -> None:
         s.engine.load(version, 0)
         for name, got in s.runner.model.named_parameters(remove_duplicate=False):
             owner, module, start = s.runner.model.get_submodule(name.rpartition(".")[0]), name.split(".")[-2], 0
-            parts = [name.replace(module, part) for part in merged.get(module, [module])]
+            parts, head = [name.replace(module, part) for part in merged.get(module, [module])], version["model.embed_tokens.weight"]
             if s.mode == "standard" and hasattr(owner, "cpu_linear") and name.endswith("weight"):
                 # stock vLLM computes with a packed copy: the identity matrix times it is the weight
-                width = version.get(parts[0], version["model.embed_tokens.weight"]).shape[1]
-                got = owner.cpu_linear(torch.eye(width, dtype=s.dtype, device=s.device), got, None).t()
+                got = owner.cpu_linear(torch.eye(version.get(parts[0], head).shape[1], dtype=s.dtype), got, None).t()
             for part in parts:
-                expected = version.get(part, version["model.embed_tokens.weight"])  # a tied head has no name of its own
+                expected = version.get(part, head)  # a tied head has no name of its own
                 tally.equal(got[start : start + len(expected)].to(s.dtype), expected, f"{part} after a sync of {what}")
                 start += len(expected)
 
@@ -140,7 +144,7 @@ def c1(s: Subject, tally: Tally) -> None:
 def c2(s: Subject, tally: Tally) -> None:
     prompts = s.prompts([1, 2, 5, 17, 129])
     samples, got, fed = engine_tensors(s, prompts, new=8)
-    packed = kernels.pack([(x.prompt_ids + x.response_ids)[:-1] for x in samples])  # a response's last token is not fed
+    packed = kernels.pack([(x.prompt_ids + x.response_ids)[:-1] for x in samples], s.device)  # a response's last token is not fed
     tally.require(fed == packed.tokens, "number of tokens fed to the model")
     tally.equal(got["input_ids"].flatten(), packed.input_ids[: packed.tokens], "token ids")
     tally.equal(got["positions"].flatten(), packed.positions[: packed.tokens], "positions")
@@ -154,35 +158,34 @@ def c2(s: Subject, tally: Tally) -> None:
 def operations(s: Subject, tokens: list[int], check: str):
     """What the learner computes for a sequence of T tokens in two layers, operation by operation: (check, name, the engine's
     layer, its inputs, its outputs side by side), each [T, ...]. The large ones of the head only for their own check."""
-    found, x, widths = learner_tensors(s, [tokens], s.middle), ["embedding"], [s.H * s.D, s.K * s.D, s.K * s.D]
-    positions, lm_head = torch.arange(len(tokens), device=s.device), s.runner.model.lm_head
+    found, widths = learner_tensors(s, [tokens], s.middle), [s.H * s.D, s.K * s.D, s.K * s.D]
+    positions, before = torch.arange(len(tokens), device=s.device), [found["embedding"]]
     for i, (engine, layer) in enumerate(zip(s.engine_layers, s.model.model.layers[s.middle])):
         of = {op.split(".")[-1]: tensor for op, tensor in found.items() if op.startswith(f"layers.{i}.")}
-        attn, x, normed = engine.self_attn, [found[op] for op in x], side_by_side(of["input_norm"], *[of["input_residual"]] * i)
-        yield "C4", "input norm", engine.input_layernorm, x, normed
-        x, separate = [of["input_norm"]], linear(*(getattr(layer.self_attn, part) for part in ("q_proj", "k_proj", "v_proj")))
-        yield "C3", "q/k/v", attn.qkv_proj, x, of["qkv"]
-        yield "C3", "q/k/v one by one", separate, x, of["qkv"]
-        q, k, v = of["qkv"].split(widths, -1)  # views, with the strides that they have in the model
-        if "qk_norm" in of:
-            heads, (q, k) = [x.unflatten(-1, (-1, s.D)) for x in (q, k)], of["qk_norm"].split(widths[:2], -1)
+        attn, mlp, own, own_mlp = engine.self_attn, engine.mlp, layer.self_attn, layer.mlp
+        yield "C4", "input norm", engine.input_layernorm, before, side_by_side(of["input norm"], *[of["input residual"]] * i)
+        yield "C3", "q/k/v", attn.qkv_proj, [of["input norm"]], of["q/k/v"]
+        q, k, v = of["q/k/v"].split(widths, -1)  # views, with the strides that they have in the model
+        if "q/k norm" in of:
+            heads, (q, k) = [x.unflatten(-1, (-1, s.D)) for x in (q, k)], of["q/k norm"].split(widths[:2], -1)
             yield "C4", "q_norm", attn.q_norm, heads[:1], q
             yield "C4", "k_norm", attn.k_norm, heads[1:], k
         yield "C5", "rotary", attn.rotary_emb, [positions, q, k], of["rotary"]
         yield "C6", "attention", None, [*of["rotary"].split(widths[:2], -1), v], of["attention"]
         yield "C3", "o_proj", attn.o_proj, [of["attention"]], of["o_proj"]
-        x, normed = [of["o_proj"], of["input_residual"]], side_by_side(of["post_attention_norm"], of["residual"])
-        yield "C4", "post-attention norm", engine.post_attention_layernorm, x, normed
-        yield "C3", "gate/up", engine.mlp.gate_up_proj, [of["post_attention_norm"]], of["gate_up"]
-        yield "C3", "gate/up one by one", linear(layer.mlp.gate_proj, layer.mlp.up_proj), [of["post_attention_norm"]], of["gate_up"]
-        yield "C5", "SwiGLU", engine.mlp.act_fn, [of["gate_up"]], of["activation"]
-        yield "C3", "down", engine.mlp.down_proj, [of["activation"]], of["down"]
-        x = [f"layers.{i}.down", f"layers.{i}.residual"]
-    x, hidden, final = [found[op] for op in x], found["final_norm"], s.runner.model.model.norm
-    yield "C4", "final norm", final, x, side_by_side(hidden, found["final_residual"])
+        before, normed = [of["o_proj"], of["input residual"]], side_by_side(of["post-attention norm"], of["residual"])
+        yield "C4", "post-attention norm", engine.post_attention_layernorm, before, normed
+        yield "C3", "gate/up", mlp.gate_up_proj, [of["post-attention norm"]], of["gate/up"]
+        yield "C5", "SwiGLU", mlp.act_fn, [of["gate/up"]], of["activation"]
+        yield "C3", "down", mlp.down_proj, [of["activation"]], of["down"]
+        if not s.cuda:  # there the matrix' shape decides the tiles, so both sides have one matrix
+            yield "C3", "q/k/v one by one", linear(own.q_proj, own.k_proj, own.v_proj), [of["input norm"]], of["q/k/v"]
+            yield "C3", "gate/up one by one", linear(own_mlp.gate_proj, own_mlp.up_proj), [of["post-attention norm"]], of["gate/up"]
+        before = [of["down"], of["residual"]]
+    hidden = found["final norm"]
+    yield "C4", "final norm", s.runner.model.model.norm, before, side_by_side(hidden, found["final residual"])
     if check == "C3":
-        head = lambda x: lm_head.quant_method.apply(lm_head, x, None)[:, : s.config.vocab_size]  # noqa: E731
-        yield "C3", "lm_head", head, [hidden], linear(s.model.lm_head)(hidden)
+        yield "C3", "lm_head", s.runner.model.compute_logits, [hidden], head_logits(s, hidden)
     for t in (1.0, 0.7) if check == "C7" else ():
         yield "C7", f"log-softmax, temperature {t}", lambda x, t=t: engine_log_softmax(s, x, t), [hidden], log_softmax(s, hidden, t)
 
@@ -245,23 +248,21 @@ def c6(s: Subject, tally: Tally) -> None:
             tally.equal(got, torch.cat([whole[a:b] for a, b in spans]), f"{what}, {threads} threads")
         got = learner_tensors(s, [tokens[:n] for n in LENGTHS], s.middle)[last]
         tally.equal(got, torch.cat([whole[:n] for n in LENGTHS]), f"the learner's batch of {len(LENGTHS)}, {threads} threads")
-    if s.mode == "aligned":
+    if s.mode == "aligned" and not s.cuda:  # there no lock is needed
         attention_at_once(s, tally, tokens, qkv, whole)
 
 
 def attention_at_once(s: Subject, tally: Tally, tokens, qkv, whole, seconds: float = 2.0) -> None:
     """The learner's and the engine's attention at once, in two threads, as in a run: the lock keeps them apart."""
-    end, sides = time.monotonic() + seconds, {
-        "learner": lambda: learner_tensors(s, [tokens], s.middle)[f"layers.{len(s.engine_layers) - 1}.attention"],
-        "engine": lambda: engine_attention(s, *qkv, [(0, len(whole))])[0],
-    }  # fmt: skip
+    end, last = time.monotonic() + seconds, f"layers.{len(s.engine_layers) - 1}.attention"
 
     def repeat(compute):
         torch.set_num_threads(s.threads)
         return [compute() for _ in iter(lambda: time.monotonic() < end, False)]
 
     with ThreadPoolExecutor() as pool:
-        for side, results in zip(sides, pool.map(repeat, sides.values())):
+        sides = [lambda: learner_tensors(s, [tokens], s.middle)[last], lambda: engine_attention(s, *qkv, [(0, len(whole))])[0]]
+        for side, results in zip(("learner", "engine"), pool.map(repeat, sides)):
             for got in results:
                 tally.equal(got, whole, f"attention of both threads at once, {side}")
 
@@ -272,7 +273,7 @@ def engine_attention(s: Subject, q, k, v, spans, cache=None):
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     builder, layer = s.runner.attn_groups[0][0].get_metadata_builder(), s.engine_layers[-1].self_attn.attn
-    own, blocks = s.runner.kv_caches[0], -(-len(q) // kernels.BLOCK)
+    own, blocks = s.runner.kv_caches[0], -(-len(q) // s.block)
     cache = own.new_zeros(blocks, *own.shape[1:]) if cache is None else cache
     slots = torch.cat([torch.arange(a, b, device=s.device) for a, b in spans])
     ends = torch.tensor([b for _, b in spans], dtype=torch.int32, device=s.device)
@@ -291,26 +292,35 @@ def engine_attention(s: Subject, q, k, v, spans, cache=None):
 
 def c7(s: Subject, tally: Tally) -> None:
     compare_operations(s, tally)
-    hidden = learner_tensors(s, s.prompts([512]), s.middle)["final_norm"]
+    hidden = learner_tensors(s, s.prompts([512]), s.middle)["final norm"]
     targets = torch.arange(512, device=s.device) % s.config.vocab_size
     for t in (1.0, 0.7):
         got, expected = kernels.token_logprobs(hidden, s.model.lm_head, targets, t)[0], log_softmax(s, hidden, t)
         tally.equal(got, expected.gather(1, targets[:, None])[:, 0], f"token log-probability, temperature {t}")
-        for n in [n for n in ROWS if n % kernels.ROWS == 0]:  # with stock kernels the rows themselves differed above
-            tally.equal(log_softmax(s, hidden[:n], t), expected[:n], f"log-softmax, temperature {t}: {n} rows, learner")
 
 
 def engine_log_softmax(s: Subject, hidden, temperature: float) -> torch.Tensor:
     """[rows, V] float32: what the engine's sampler samples from and records."""
-    logits = s.runner.model.compute_logits(hidden).float()
-    logits = s.runner.sampler.apply_temperature(logits, torch.full((len(hidden),), temperature, device=s.device), True)
-    generators = {i: torch.Generator(s.device).manual_seed(i) for i in range(len(hidden))}
+    logits = s.runner.model.compute_logits(hidden)
+    if s.cuda:  # its sampler is the functions that this calls
+        return log_softmax(s, hidden, temperature, logits)
+    logits = s.runner.sampler.apply_temperature(logits.float(), torch.full((len(hidden),), temperature), True)
+    generators = {i: torch.Generator().manual_seed(i) for i in range(len(hidden))}
     return s.runner.sampler.topk_topp_sampler(logits, generators, None, None)[1]
 
 
-def log_softmax(s: Subject, hidden, temperature: float = 1.0) -> torch.Tensor:
+def head_logits(s: Subject, hidden) -> torch.Tensor:
+    return kernels.head_logits(hidden, s.model.lm_head.weight, s.model.lm_head.bias)
+
+
+def log_softmax(s: Subject, hidden, temperature: float = 1.0, logits=None) -> torch.Tensor:
     """[rows, V] float32, which kernels.TokenLogprobs computes and does not return."""
-    return torch.log_softmax(kernels._logits(hidden, s.model.lm_head.weight, s.model.lm_head.bias, temperature), -1)
+    logits = head_logits(s, hidden) if logits is None else logits
+    tempered = kernels.tempered(logits, temperature)
+    if s.cuda:
+        ids = torch.arange(logits.shape[1], device=s.device).expand(logits.shape)
+        return kernels_cuda.token_logprobs(logits, tempered, ids, temperature)
+    return torch.log_softmax(tempered, -1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -357,18 +367,25 @@ def c8(s: Subject, tally: Tally) -> None:
     run_requests(s, prompts, [1] * len(prompts))
     hit = run_requests(s, prompts, [8] * len(prompts), keep_cache=True)
     tally.require(not any(output.num_cached_tokens for output in miss), "prefix cache: a miss was a hit")
-    tally.require(sum(output.num_cached_tokens >= kernels.BLOCK for output in hit) == len(hit) - 1, "prefix cache: no hit")
+    whole = [(len(prompt) - 1) // s.block * s.block for prompt in prompts]  # in whole blocks; the last token is computed
+    tally.require([output.num_cached_tokens for output in hit] == whole, "prefix cache: no hit")
     same_samples(tally, hit, miss, "prefix-cache hit against miss")
 
     prompts, pool = s.prompts([100, 90, 120, 110, 95, 127], seed=2), s.scheduler.kv_cache_manager.block_pool
     roomy = run_requests(s, prompts, [40] * 6)
     s.engine.llm.reset_prefix_cache()
-    held = pool.get_new_blocks(pool.get_num_free_blocks() - 5)  # leave five: six sequences will need two each
+    held = pool.get_new_blocks(pool.get_num_free_blocks() - 640 // s.block)  # leave 640 tokens: the six sequences become 882
     with mock.patch.object(s.scheduler, "_preempt_request", wraps=s.scheduler._preempt_request) as preempt:
         cramped = run_requests(s, prompts, [40] * 6, keep_cache=True)
     pool.free_blocks(held)
     tally.require(preempt.called, "no request was preempted")
     same_samples(tally, cramped, roomy, "after preemption and block reuse")
+
+
+def same_logprobs(s: Subject, tally: Tally, samples, where: str) -> None:
+    for part in s.learner.microbatches(samples):
+        part = [samples[i] for i in part]
+        tally.equal(torch.cat([x.logprobs for x in part]), s.learner.score(part)[0], where)
 
 
 def c9(s: Subject, tally: Tally) -> None:
@@ -385,11 +402,8 @@ def c9(s: Subject, tally: Tally) -> None:
         samples = s.engine.generate(requests, new, temperature, 0)
         torch.set_num_threads(s.threads)
         with mock.patch.object(s.learner, "temperature", temperature):
-            for part in s.learner.microbatches(samples):
-                part = [samples[i] for i in part]
-                got = torch.cat([x.logprobs for x in part])
-                tally.equal(got, s.learner.score(part)[0], f"batch of {n} sequences, temperature {temperature}, {threads} threads")
-                done += len(got)
+            same_logprobs(s, tally, samples, f"batch of {n} sequences, temperature {temperature}, {threads} threads")
+        done += n * new
         if done >= s.tokens:
             return
 
@@ -398,24 +412,23 @@ def c10(s: Subject, tally: Tally) -> None:
     learner, store, pool = s.learner, rollout.WeightStore(), s.scheduler.kv_cache_manager.block_pool
     prompts = s.prompts([135, 150], seed=3, shared=130)
 
-    def make_requests(b):
+    def requests(b):
         return [Request(prompt, sample_seed(b, i, j)) for i, prompt in enumerate(prompts) for j in range(4)]
 
     def grade(b, samples):
         for i, sample in enumerate(samples):
             sample.group, sample.reward = i // 4, random.Random(f"{b}/{i}").random()
-        return [""] * len(samples)
 
     store.publish(0, learner.weights())
     s.engine.version = None  # whatever it holds, load version 0
     thread = rollout.RolloutThread(
-        s.engine, store, make_requests, grade, start=0, steps=4, lag=1, schedule="fixed", max_new_tokens=24, temperature=1.0,
+        s.engine, store, requests, grade, start=0, steps=4, lag=1, schedule="fixed", max_new_tokens=24, temperature=1.0,
         timeout=600, threads=s.threads, on_error=lambda: None,
     )  # fmt: skip
     # an optimizer without state, which is 8 bytes per parameter less; each step is 0.02% of the weights' norm
     sgd = torch.optim.SGD([learner.master], lr=0.2 * learner.master.detach().norm().item())
     with (
-        mock.patch.multiple(learner, optimizer=sgd, max_grad_norm=1e-3, audit=SEQS, tokens_per_microbatch=256),
+        mock.patch.multiple(learner, optimizer=sgd, max_grad_norm=1e-3, audit=0, tokens_per_microbatch=256),
         mock.patch.object(pool, "touch", wraps=pool.touch) as touch,  # called with the blocks that the prefix cache gives a request
         contextlib.closing(thread),
     ):
@@ -424,13 +437,10 @@ def c10(s: Subject, tally: Tally) -> None:
             batch = thread.next(lambda: False)
             metrics = learner.update(batch.samples, k, weights_of=store.get)
             store.publish(k + 1, learner.weights())
+            with learner.holding(store.get(version := batch.samples[0].version)):
+                same_logprobs(s, tally, batch.samples, f"batch {k}, sampled by version {version}")
             moved = any(not torch.equal(w, store.get(k)[name]) for name, w in store.get(k + 1).items())
             store.drop_before(k)
-            tally.values += metrics["tokens"]
-            if metrics["mismatch_max"] != 0:  # NaN too
-                tally.different += round((1 - metrics["mismatch_exact"]) * metrics["tokens"]) or 1
-                tally.largest = max(tally.largest, metrics["mismatch_max"])
-                tally.fault = tally.fault or f"batch {k}, sampled by version {batch.samples[0].version}"
             tally.require(moved, f"update {k} changed nothing (gradient norm {metrics['grad_norm']:.3g})")
         tally.require(any(call.args[0] for call in touch.call_args_list), "prefix cache: no hit")
     s.engine.cancelled = False  # which closing the thread set
@@ -466,19 +476,15 @@ def run_check(name: str, s: Subject) -> Tally:
 # The locator
 
 
-# An operation in kernels.py's trace -> in the report
-LABELS = {"embedding": "embedding", "input_residual": "residual", "input_norm": "norm", "qkv": "q/k/v", "qk_norm": "q/k norm",
-          "rotary": "rotary", "attention": "attention", "o_proj": "o_proj", "residual": "residual", "post_attention_norm": "norm",
-          "gate_up": "gate/up", "activation": "activation", "down": "down", "final_residual": "residual",
-          "final_norm": "final norm", "logits": "logits", "log_softmax": "log-softmax"}  # fmt: skip
+UNIQUE = r"layers\.\d+\.|input |post-attention |final (?=residual)"  # what an operation's name in a trace has besides its own
 # Modules of vLLM's model and of transformers': the operations that give a module's second output (a residual) or, if it has
 # none, its inputs, and last the one that gives its output. Several modules of one operation are taken side by side.
-MODULES = {"embed_tokens": ["embedding"], "input_layernorm": ["input_residual", "input_norm"],
-           **dict.fromkeys(["qkv_proj", "q_proj", "k_proj", "v_proj"], ["qkv"]), **dict.fromkeys(["q_norm", "k_norm"], ["qk_norm"]),
+MODULES = {"embed_tokens": ["embedding"], "input_layernorm": ["input residual", "input norm"],
+           **dict.fromkeys(["qkv_proj", "q_proj", "k_proj", "v_proj"], ["q/k/v"]), **dict.fromkeys(["q_norm", "k_norm"], ["q/k norm"]),
            "attn": ["rotary", "rotary", None], "o_proj": ["attention", "o_proj"],
-           "post_attention_layernorm": ["residual", "post_attention_norm"],
-           **dict.fromkeys(["gate_up_proj", "gate_proj", "up_proj"], ["gate_up"]), "down_proj": ["activation", "down"],
-           "norm": ["final_residual", "final_norm"], "logits_processor": ["logits"]}  # fmt: skip
+           "post_attention_layernorm": ["residual", "post-attention norm"],
+           **dict.fromkeys(["gate_up_proj", "gate_proj", "up_proj"], ["gate/up"]), "down_proj": ["activation", "down"],
+           "norm": ["final residual", "final norm"], "logits_processor": ["logits"]}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -516,22 +522,17 @@ def joined(forwards: list[dict]) -> dict[str, torch.Tensor]:
 
 def engine_tensors(s: Subject, prompts, new: int) -> tuple[list, dict[str, torch.Tensor], int]:
     """Sample `new` tokens after each prompt, which must be in the order of their lengths: the samples, what every operation of
-    the engine computed on the way, a row for each token in the order of the samples (logits and log-softmax: for each sampled
-    token), and how many tokens the engine was fed."""
+    the engine computed on the way, a row for each token in the order of the samples (logits: for each sampled token), and how
+    many tokens the engine was fed."""
     s.sync()
-    with (
-        watched(s.runner.model) as (forwards, keep),
-        s.runner.sampler.topk_topp_sampler.register_forward_hook(lambda module, args, out: keep("log_softmax", out[1])),
-        mock.patch.object(s.engine, "stop_ids", []),
-    ):
+    with watched(s.runner.model) as (forwards, _), mock.patch.object(s.engine, "stop_ids", []):
         samples = s.engine.generate([Request(ids, i) for i, ids in enumerate(prompts)], new, 1.0, 0)
     found, n, ends = joined(forwards), len(prompts), [*accumulate(map(len, prompts))]
     # the first forward was of all prompts, laid end to end, and each later one of one token of each
     steps = range(ends[-1], ends[-1] + n * (new - 1), n)
     fed = [at for i, end in enumerate(ends) for at in [*range(end - len(prompts[i]), end), *(step + i for step in steps)]]
     sampled = [at for i in range(n) for at in range(i, n * new, n)]
-    got = {op: x[sampled if op in ("logits", "log_softmax") else fed] for op, x in found.items()}
-    return samples, got, len(found["input_ids"])
+    return samples, {op: x[sampled if op == "logits" else fed] for op, x in found.items()}, len(found["input_ids"])
 
 
 def learner_tensors(s: Subject, sequences: list[list[int]], layers=slice(None)) -> dict[str, torch.Tensor]:
@@ -547,7 +548,7 @@ def learner_tensors(s: Subject, sequences: list[list[int]], layers=slice(None)) 
 
     with mock.patch.object(s.model.model, "layers", s.model.model.layers[layers]):
         if s.mode == "aligned":
-            found, packed = {}, kernels.pack(sequences)
+            found, packed = {}, kernels.pack(sequences, s.device)
             kernels.hidden_states(s.model, packed, s.learner.cos_sin, trace=found.__setitem__)
             return {op: x[: packed.tokens] for op, x in found.items()}
         with watched(s.model.model, lambda x: x[0]) as (forwards, keep), mock.patch.object(stock, "apply_rotary_pos_emb", rotary):
@@ -564,18 +565,15 @@ def locate(s: Subject, lengths=(1, 5, 17, 33, 129), new: int = 6) -> dict | None
     sequences = [(x.prompt_ids + x.response_ids)[:-1] for x in samples]  # a response's last token is not fed
     expected = learner_tensors(s, sequences)
     sampled = [i for x, end in zip(samples, accumulate(map(len, sequences))) for i in range(end - len(x.response_ids), end)]
-    hidden, targets = expected["final_norm"][sampled], torch.tensor([t for x in samples for t in x.response_ids], device=s.device)
-    expected["logits"] = kernels.linear(hidden, s.model.lm_head.weight, s.model.lm_head.bias)
-    # all of a row's log-probabilities and, once more, that of the token that was sampled
-    logp, engine_logp = kernels.token_logprobs(hidden, s.model.lm_head, targets)[0], got["log_softmax"]
-    expected["log_softmax"] = torch.cat([log_softmax(s, hidden), logp[:, None]], 1)
-    got["log_softmax"] = torch.cat([engine_logp, engine_logp.gather(1, targets[:, None])], 1)
+    hidden, targets = expected["final norm"][sampled], torch.tensor([t for x in samples for t in x.response_ids], device=s.device)
+    expected["logits"], got["log-softmax"] = head_logits(s, hidden), torch.cat([x.logprobs for x in samples])
+    expected["log-softmax"] = kernels.token_logprobs(hidden, s.model.lm_head, targets)[0]
     for op, x in expected.items():  # in the order of computation
         if op in got:
             tally = Tally("", "")
             tally.equal(got[op], x, op)
             if tally.fault:
-                layer, label = int(op.split(".")[1]) if "." in op else None, LABELS[op.split(".")[-1]]
+                layer, label = int(op.split(".")[1]) if "." in op else None, re.sub(UNIQUE, "", op)
                 return {"layer": layer, "op": label, "values": tally.values, "different": tally.different, "largest": tally.largest}
     return None
 
@@ -600,30 +598,39 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default="base", help='"base" (a small model made here), a local Hugging Face folder, or a hub name')
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the weights that both sides compute with")
     parser.add_argument("--kernels", default="aligned", choices=["aligned", "standard"], help="standard: how far apart stock vLLM and stock transformers are")
+    parser.add_argument("--engine-device", help="cpu or cuda:N, here the learner's too; the default is the first GPU if there is one")
     parser.add_argument("--only", nargs="+", metavar="C", choices=[name.split()[0] for name in CHECKS], help="run these checks alone, for example C6 C9")
     parser.add_argument("--tokens", type=int, default=5000, help="sampled tokens that C9 compares (default 5000)")
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of both sides; the default is all. C3 to C7 run on 1 and 2 as well")
     args = parser.parse_args(argv)
-    args.threads = args.threads or run_async.default_threads(0)
     chosen = [name for name in CHECKS if not args.only or name.split()[0] in args.only]
     try:
+        run_async.require(args, {"tokens": 1, "threads": 0}, {})
+        args.threads = args.threads or run_async.default_threads(0)
+        both = args.engine_device or kernels_cuda.choose_devices()[1]  # one, as the engine's layers are given the learner's tensors
+        device, _, memory = run_async.devices(run_async.Config(kernels=args.kernels, engine_device=both, learner_device=both))
         path = str(run_async.resolve_model(args.model))
         config = AutoConfig.from_pretrained(path)
         kernels.require_supported(config)
-        if config.max_position_embeddings < 512:
-            raise run_async.UserError(f"--model {args.model}: has {config.max_position_embeddings} positions, the checks need 512")
-        if args.tokens < 1:
-            raise run_async.UserError(f"--tokens {args.tokens}: must be at least 1")
+        if config.max_position_embeddings < max(LENGTHS):
+            raise run_async.UserError(f"--model {args.model}: has {config.max_position_embeddings} positions, the checks need {max(LENGTHS)}")
+        output = open(args.json, "a") if args.json else None  # now, rather than after minutes
     except (run_async.UserError, ValueError, OSError) as error:
-        print(f"kernels.py: {error}", file=sys.stderr)
+        print("kernels.py:", str(error).splitlines()[0], file=sys.stderr)
         return 2
     tallies, found = [], None
     with quiet() as console, tqdm(chosen, file=console, desc="loading", unit="check", dynamic_ncols=True) as bar:
-        learner = Learner(path, args.dtype, args.kernels, allow_mismatch=True, tokens_per_microbatch=2048)
-        cache_bytes = rollout._kv_cache_bytes  # room for 8 sequences of full length is enough for what is sampled here
-        with mock.patch.object(rollout, "_kv_cache_bytes", lambda model, dtype, length, seqs: cache_bytes(model, dtype, length, 7)):
-            engine = rollout.Engine(path, args.dtype, args.kernels, min(config.max_position_embeddings, 2048), SEQS, stop_ids=())
+        if device != "cpu":
+            torch.cuda.set_device(device)  # Triton launches on the current one
+        learner = Learner(path, args.dtype, args.kernels, allow_mismatch=True, tokens_per_microbatch=2048, device=device)
+        cache_bytes, gpu = rollout._kv_cache_bytes, kernels_cuda.engine_settings
+        with (  # room for 8 sequences of full length is enough for what is sampled here; hooks see nothing of a compiled model
+            mock.patch.object(rollout, "_kv_cache_bytes", lambda model, dtype, length, seqs: cache_bytes(model, dtype, length, 7)),
+            mock.patch.object(kernels_cuda, "engine_settings", lambda *given: gpu(*given) | {"enforce_eager": True}),
+        ):
+            length = min(config.max_position_embeddings, 2048)
+            engine = rollout.Engine(path, args.dtype, args.kernels, length, SEQS, (), device=device, gpu_memory_utilization=memory)
         s = Subject(learner, engine, args.tokens, args.threads)
         s.sync()
         for name in bar:
@@ -644,8 +651,9 @@ def main(argv: list[str] | None = None) -> int:
     print("all exact" if exact else describe(found))
     if args.json:
         result = {key: getattr(args, key) for key in ("model", "dtype", "kernels", "threads")} | {"exact": exact, "first_difference": found}
-        with open(args.json, "w") as file:
-            json.dump(result | {"checks": [vars(t) | {"exact": t.fault is None} for t in tallies]}, file, indent=2)
+        with output:
+            output.truncate(0)
+            json.dump(result | {"checks": [vars(t) | {"exact": t.fault is None} for t in tallies]}, output, indent=2)
     return 0 if exact else 1
 
 
@@ -661,5 +669,5 @@ def quiet():
             raise
         finally:
             sys.stdout.flush(), sys.stderr.flush()
-            os.dup2(saved[0], 1), os.dup2(saved[1], 2)
-            os.close(saved[0]), os.close(saved[1])
+            for fd, old in zip((1, 2), saved):
+                os.dup2(old, fd), os.close(old)

@@ -73,7 +73,7 @@ def require_supported(config) -> None:
     if missing:
         raise ValueError(
             f"model type {config.model_type!r}: {missing} has no aligned version; those that have: {OPERATIONS} (model types "
-            f"{', '.join(sorted(SUPPORTED))}); choose another --model or --kernels standard"
+            f"{', '.join(sorted(SUPPORTED))}); choose another --model, or train with --kernels standard"
         )
 
 
@@ -410,17 +410,17 @@ def _decoder_layer(layer, x, residual, packed, cos_sin, metadata, isa, trace=Non
     trace = trace or (lambda op, tensor: None)
     attn, mlp, D = layer.self_attn, layer.mlp, layer.self_attn.head_dim
     x, residual = _add_norm(x, residual, layer.input_layernorm)
-    trace("input_residual", residual)
-    trace("input_norm", x)
+    trace("input residual", residual)
+    trace("input norm", x)
     qkv = linear(x, *_merged(attn.q_proj, attn.k_proj, attn.v_proj))
-    trace("qkv", qkv)
+    trace("q/k/v", qkv)
     q, k, v = qkv.split([p.out_features for p in (attn.q_proj, attn.k_proj, attn.v_proj)], dim=-1)
     if hasattr(attn, "q_norm"):  # Qwen3
         q, k = (
             RMSNorm.apply(h.reshape(-1, D), norm.weight, norm.variance_epsilon).view(h.shape)
             for h, norm in ((q, attn.q_norm), (k, attn.k_norm))
         )
-        trace("qk_norm", torch.cat([q, k], -1))
+        trace("q/k norm", torch.cat([q, k], -1))
     q, k = Rotary.apply(q, k, packed.positions, cos_sin, D)
     trace("rotary", torch.cat([q, k], -1))
     x = Attention.apply(q, k, v.contiguous(), packed, D, metadata, isa)
@@ -429,9 +429,9 @@ def _decoder_layer(layer, x, residual, packed, cos_sin, metadata, isa, trace=Non
     trace("o_proj", x)
     x, residual = _add_norm(x, residual, layer.post_attention_layernorm)
     trace("residual", residual)
-    trace("post_attention_norm", x)
+    trace("post-attention norm", x)
     x = linear(x, *_merged(mlp.gate_proj, mlp.up_proj))
-    trace("gate_up", x)
+    trace("gate/up", x)
     x = SwiGLU.apply(x)
     trace("activation", x)
     x = linear(x, mlp.down_proj.weight, mlp.down_proj.bias)
@@ -464,8 +464,8 @@ def hidden_states(model, packed: Packed, cos_sin, gradient_checkpointing: bool =
             x, residual = _decoder_layer(layer, x, residual, packed, cos_sin, metadata, isa, at)
     x, residual = _add_norm(x, residual, model.model.norm)
     if trace:
-        trace("final_residual", residual)
-        trace("final_norm", x)
+        trace("final residual", residual)
+        trace("final norm", x)
     return x
 
 
@@ -482,10 +482,11 @@ class TokenLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, temperature):
         logprobs, entropies, normalizers = [], [], []
         for a, b in _chunks(weight.shape[0], hidden.shape[0], hidden.is_cuda):
-            logits = _logits(hidden[a:b], weight, bias, temperature)
+            raw = head_logits(hidden[a:b], weight, bias)
+            logits = tempered(raw, temperature)
             logp = torch.log_softmax(logits, dim=-1)
             at = targets[a:b, None]
-            logprobs.append((kernels_cuda.token_logprobs(logits, at) if logits.is_cuda else logp.gather(1, at))[:, 0])
+            logprobs.append((kernels_cuda.token_logprobs(raw, logits, at, temperature) if logits.is_cuda else logp.gather(1, at))[:, 0])
             normalizers.append(logits.gather(1, at)[:, 0] - logprobs[-1])
             p, logp = torch.exp(logp, out=logits), logp.clamp_(min=-1e4)  # 0 log 0 = 0
             # batch-invariant bmm on CUDA computes tiles of 128 x 128, of which this would use one element
@@ -504,7 +505,7 @@ class TokenLogprobs(torch.autograd.Function):
         dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for a, b in _chunks(weight.shape[0], hidden.shape[0], hidden.is_cuda):
             g = dlogprobs[a:b, None] / ctx.temperature
-            p = _logits(hidden[a:b], weight, bias, ctx.temperature).sub_(normalizer[a:b, None]).exp_()
+            p = tempered(head_logits(hidden[a:b], weight, bias), ctx.temperature).sub_(normalizer[a:b, None]).exp_()
             dlogits = p.mul_(-g).scatter_add_(1, targets[a:b, None], g)
             if bias is not None:
                 dbias += dlogits.sum(0)
@@ -514,9 +515,18 @@ class TokenLogprobs(torch.autograd.Function):
         return dhidden, dweight.to(weight.dtype), dbias if bias is None else dbias.to(bias.dtype), None, None
 
 
-def _logits(hidden, weight, bias, temperature):
-    """[rows, V] float32: rounded to the model's dtype, then divided by the temperature."""
-    logits = linear(hidden, weight, bias).float()
+def head_logits(hidden, weight, bias):
+    """[rows, V] in the model's dtype. On CUDA of a vocabulary padded to a multiple of 64, as the engine's is: the matrix' shape
+    decides the tiles, and how far rows lie apart decides how the log-softmax kernel reads them."""
+    vocab = weight.shape[0]
+    if hidden.is_cuda and (pad := -vocab % 64):
+        weight, bias = F.pad(weight, (0, 0, 0, pad)), None if bias is None else F.pad(bias, (0, pad))
+    return linear(hidden, weight, bias)[:, :vocab]
+
+
+def tempered(logits, temperature):
+    """[rows, V] float32: divided by the temperature."""
+    logits = logits.to(torch.float32, copy=logits.is_cuda)
     if temperature != 1.0 and logits.is_cuda:
         kernels_cuda.apply_temperature(logits, temperature)
     elif temperature != 1.0:  # divided by a tensor, as vLLM does; dividing by a number need not round the same way

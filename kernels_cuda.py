@@ -135,7 +135,6 @@ def _late(module, name):
 
 linear = _late("model_executor.determinism.batch_invariant", "linear_batch_invariant")  # (x, weight, bias)
 rms_norm = _late("model_executor.determinism.batch_invariant", "rms_norm_batch_invariant")  # (x, weight, eps)
-token_logprobs = _late("v1.worker.gpu.sample.logprob", "compute_token_logprobs")  # (logits [N, V], ids [N, 1]) -> [N, 1]
 
 
 class Linear(torch.autograd.Function):
@@ -158,6 +157,12 @@ def apply_temperature(logits, temperature):
     request = torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)  # row -> which temperature
     temperatures = torch.tensor([temperature], dtype=torch.float32, device=logits.device)
     _late("v1.worker.gpu.sample.gumbel", "apply_temperature")(logits, request, temperatures)
+
+
+def token_logprobs(raw, tempered, ids, temperature):
+    """Log-probabilities [N, n] float32 of ids [N, n]. As in the engine, those at temperature 1 come from the logits in the model's
+    dtype, raw [N, V], not from float32: the values are the same, but the kernel may add wider loads in another order."""
+    return _late("v1.worker.gpu.sample.logprob", "compute_token_logprobs")(raw if temperature == 1.0 else tempered, ids)
 
 
 @functools.cache

@@ -89,7 +89,7 @@ ENGINE_SIDE = [
     ("residual", None, "norm", second(flip)),
     ("final norm", None, "norm", first(flip)),
     ("logits", None, "logits_processor", flip),
-    ("log-softmax", None, "sampler", second(flip)),
+    ("log-softmax", None, "sampler", second(lambda x: torch.cat([x[:1] * 1.0001, x[1:]]))),
 ]
 
 
@@ -103,6 +103,8 @@ def test_locator_names_the_operation_that_is_broken_in_the_engine(subject, broke
     assert (found["op"], found["layer"]) == (op, layer)
     assert 0 < found["different"] < found["values"]
 
+
+LABELS = {op for op, *_ in ENGINE_SIDE}
 
 LEARNER_SIDE = [
     ("norm", 0, "RMSNorm", "llama", flip),
@@ -137,7 +139,7 @@ def test_locator_finds_nothing_when_nothing_is_broken(subject, arch):
 @pytest.mark.parametrize("arch", ["qwen3", "qwen2"])
 def test_locator_names_an_operation_of_the_stock_kernels(subject, arch):
     found = checks.locate(subject(arch, mode="standard"))
-    assert found["layer"] == 0 and found["op"] in checks.LABELS.values()
+    assert found["layer"] == 0 and found["op"] in LABELS
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,8 +179,9 @@ def test_c1_fails_with_a_tied_head_that_a_sync_left_stale(subject, monkeypatch):
 
 def test_c1_fails_when_one_part_of_a_merged_matrix_stays_as_it_was(subject, monkeypatch):
     s = subject("qwen2")
-    load = s.engine.load
-    monkeypatch.setattr(s.engine, "load", lambda weights, version: load({n: w for n, w in weights.items() if "1.self_attn.k_proj.bias" not in n}, version))
+    load, name = s.engine.load, "model.layers.1.self_attn.k_proj.bias"
+    old = s.learner.weights()[name]
+    monkeypatch.setattr(s.engine, "load", lambda weights, version: load(weights | {name: old}, version))
     assert "layers.1.self_attn.k_proj.bias" in run("C1", s).fault
 
 
@@ -308,6 +311,13 @@ def test_c8_fails_when_a_prefix_cache_hit_reads_other_values(subject, monkeypatc
     assert run("C8", s).fault.startswith("prefix-cache hit against miss")
 
 
+def test_attention_and_cache_checks_pass_with_small_blocks_as_on_a_gpu(tiny, engine, monkeypatch):
+    monkeypatch.setattr(kernels, "BLOCK", 32)
+    path = tiny("qwen3", "bfloat16")
+    s = checks.Subject(Learner(path), engine(path, "bfloat16", variant="small blocks"), threads=2)
+    assert s.block == 32 and run("C6", s).fault is None and run("C8", s).fault is None
+
+
 def test_c9_fails_with_an_engine_that_computes_something_else(subject, broken):
     s = subject()
     broken(s.runner.model.model.layers[1].self_attn.o_proj, first(lambda x: x * 1.02))
@@ -362,7 +372,7 @@ def test_kernels_py_with_standard_kernels_runs_all_checks_and_names_an_operation
     assert len(result["checks"]) == 11
     exact = {c["check"].split()[0]: c["exact"] for c in result["checks"]}
     assert exact["C0"] and exact["C1"] and exact["C2"] and not exact["C9"] and not exact["C10"]
-    assert "first difference: layer 0, " in printed and result["first_difference"]["op"] in checks.LABELS.values()
+    assert "first difference: layer 0, " in printed and result["first_difference"]["op"] in LABELS
 
 
 def test_kernels_py_ends_at_the_first_mismatch_with_the_operation(folder, capfd, monkeypatch):
@@ -386,9 +396,25 @@ def test_kernels_py_says_in_one_line_which_operation_of_gpt2_has_no_aligned_vers
     assert "\n" not in printed and "LayerNorm has no aligned version" in printed and "RMSNorm, q/k RMSNorm, rotary" in printed
 
 
-@pytest.mark.parametrize("args, text", [(["--model", "./nothing"], "no such folder"), (["--model", "base", "--tokens", "0"], "--tokens 0")])
-def test_bad_arguments_are_one_line_and_exit_2(base_model, capfd, args, text):
-    assert checks.main(args) == 2
+@pytest.mark.parametrize(
+    "args, text",
+    [
+        (["--model", "./nothing"], "no such folder"),
+        (["--model", "base", "--tokens", "0"], "--tokens 0"),
+        (["--model", "base", "--threads", "-1"], "--threads -1: must be at least 0"),
+        (["--model", "base", "--engine-device", "cuda:9"], "--engine-device cuda:9"),
+        (["--model", "base", "--json", "./no/such/folder/out.json"], "out.json"),
+        ({"model_type": "nonesuch"}, "nonesuch"),
+        ({"max_position_embeddings": 512}, "has 512 positions, the checks need 513"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_2(base_model, capfd, tmp_path, args, text):
+    if isinstance(args, dict):
+        shutil.copytree(base_model, tmp_path / "model")
+        config = json.loads((base_model / "config.json").read_text())
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config | args))
+        args = ["--model", str(tmp_path / "model")]
+    assert checks.main([*args, "--only", "C0"]) == 2
     printed = capfd.readouterr().err.strip()
     assert text in printed and "\n" not in printed
 

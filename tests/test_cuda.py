@@ -195,6 +195,40 @@ def gradients_of_the_model(path, layout):
     return (logp, [p.grad for p in model.parameters()]), (expected, [p.grad for p in stock.parameters()]), model
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_softmax_is_given_what_the_engines_sampler_gives_it(on_cuda, monkeypatch, temperature, dtype):
+    """At temperature 1 the logits in the model's dtype, else float32 ones; rows as far apart as the engine's, which pads its vocabulary."""
+    multiplied, given = [], []
+    monkeypatch.setattr(batch_invariant, "linear_batch_invariant", lambda x, w, b: multiplied.append((w.shape, b.shape)) or linear(x, w, b))
+    stride = lambda logits, ids: given.append((logits.dtype, logits.stride(0), logits.clone())) or token_logprobs(logits, ids)  # noqa: E731
+    monkeypatch.setattr(logprob, "compute_token_logprobs", stride)
+    hidden, weight, bias = (randn(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(5, 24), (50, 24), (50,)]))
+    kernels.TokenLogprobs.apply(hidden, weight, bias, torch.arange(5), temperature)
+    assert multiplied == [((64, 24), (64,))]
+    raw = linear(hidden, F.pad(weight, (0, 0, 0, 14)), F.pad(bias, (0, 14)))[:, :50]
+    # as vllm/v1/worker/gpu/sample/sampler.py copies them
+    expected = raw if temperature == 1 else torch.empty_like(raw, dtype=torch.float32).copy_(raw).div_(torch.tensor(temperature))
+    ((got_dtype, got_stride, got),) = given
+    assert (got_dtype, got_stride) == (expected.dtype, expected.stride(0)) and torch.equal(got, expected)
+
+
+def test_checks_of_operations_run_on_cuda(on_cuda, tiny, engine, monkeypatch):
+    """Those that call nothing of the engine but what both sides have here: on tensors that say that they are on a GPU."""
+    import checks
+
+    path = tiny("qwen2", "bfloat16")
+    with monkeypatch.context() as m:
+        m.setattr(torch.Tensor, "is_cuda", property(lambda x: False))
+        s = checks.Subject(Learner(path), engine(path, "bfloat16"))
+    s.cuda, pack = True, kernels.pack
+    monkeypatch.setattr(kernels, "pack", lambda sequences, device: pack(sequences, device, rows=False))
+    for name in ("C3 linear", "C5 elementwise", "C7 log-probability"):
+        tally = checks.run_check(name, s)
+        assert tally.fault is None and tally.values
+    assert on_cuda["unified_attention"] and on_cuda["compute_token_logprobs"]
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_model_on_cuda_has_the_stock_models_gradients_and_calls_nothing_of_the_cpus(tiny, on_cuda, arch):
     (logp, grads), (expected, stock_grads), model = gradients_of_the_model(tiny(arch, "float32"), {"rows": False})
