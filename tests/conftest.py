@@ -146,7 +146,8 @@ def engine():
 
         key = str(model), dtype, kernels_mode, variant
         if key not in engines:
-            engines[key] = Engine(key[0], dtype, kernels_mode, max_model_len=1024, max_seqs=64, stop_ids={0})
+            sizes = dict(max_model_len=1024, max_seqs=64, gpu_memory_utilization=0.1)  # of one GPU for up to eight engines
+            engines[key] = Engine(key[0], dtype, kernels_mode, stop_ids={0}, **sizes)
             loaded = AutoModelForCausalLM.from_pretrained(key[0], dtype=getattr(torch, dtype))
             weights[key] = {name: p.detach().clone() for name, p in loaded.named_parameters()}
         engines[key].load(weights[key], 0)  # whatever another test left in it

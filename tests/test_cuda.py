@@ -22,6 +22,10 @@ import kernels
 import kernels_cuda
 import rollout
 import run_async
+
+if (gpu := kernels_cuda.choose_devices()[0]) != "cpu":  # before anything here imports vLLM
+    kernels_cuda.prepare("aligned", gpu)
+
 from conftest import ARCHITECTURES
 from learn import Learner
 from rollout import Weights, WeightStore
