@@ -390,9 +390,9 @@ def same_logprobs(s: Subject, tally: Tally, samples, where: str) -> None:
 
 def c9(s: Subject, tally: Tally) -> None:
     s.sync()
-    draw, all_threads, new, done = random.Random(0), s.all_threads, min(64, s.longest // 4), 0
+    draw, all_threads, new = random.Random(0), s.all_threads, min(64, s.longest // 4)
     for round in count():
-        n = min([SEQS, 1, 7, 43, 44, 20][round % 6], max(1, (s.tokens - done) // new))
+        n = min([SEQS, 1, 7, 43, 44, 20][round % 6], max(1, (s.tokens - tally.values) // new))
         lengths = [draw.choice([*range(1, 40), 127, 128, 129]) for _ in range(n)]
         lengths[0] = [s.longest - new, 257, 1, 513, 1025][round % 5]
         prompts = s.prompts([min(length, s.longest - new) for length in lengths], seed=round)
@@ -403,8 +403,7 @@ def c9(s: Subject, tally: Tally) -> None:
         torch.set_num_threads(s.threads)
         with mock.patch.object(s.learner, "temperature", temperature):
             same_logprobs(s, tally, samples, f"batch of {n} sequences, temperature {temperature}, {threads} threads")
-        done += n * new
-        if done >= s.tokens:
+        if tally.values >= s.tokens:
             return
 
 

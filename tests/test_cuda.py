@@ -272,7 +272,7 @@ torch.Tensor.is_cuda = property(lambda x: True)
 bi.linear_batch_invariant = lambda x, w, b=None: multiply(x, w.t()) + (0 if b is None else b)
 bi.rms_norm_batch_invariant = lambda x, w, eps: (x.double() * torch.rsqrt(x.double().square().sum(-1, keepdim=True) / x.shape[-1] + eps) * w).to(x.dtype)
 import vllm.v1.worker.gpu.sample.logprob as logprob
-logprob.compute_token_logprobs = lambda logits, at: bi.log_softmax(logits).gather(1, at)
+logprob.compute_token_logprobs = lambda logits, at: bi.log_softmax(logits.float()).gather(1, at)
 kernels_cuda.attention = lambda q, k, v, packed: q.clone()
 def run(dtype):
     packed = kernels.pack([[0] * n for n in (3, 17, 40)], rows=False)
