@@ -151,12 +151,12 @@ def train(config: Config, run: "Run") -> int:
     keep_freed_memory()
     torch.set_num_threads(config.learner_threads or default_threads(config.lag))
     sys.setswitchinterval(5e-5)  # the learner waits for Python's lock after each operation: 5 ms (the default) adds up
-    learner, engine, store, task, start = set_up(config, run)
-    rollout = start_rollout(config, run, engine, store, task, start)
+    learner, engine, store = set_up(config, run)
+    rollout = start_rollout(config, run, engine, store)
     try:
         for version in run.waiting:
-            evaluate(config, run, rollout, store, task, version)
-        for k in run.progress(start, config.steps):
+            evaluate(config, run, store, version)
+        for k in run.progress():
             with run.timed("t_wait"):
                 batch = rollout.next(lambda: run.stopped_by)
             if batch is None:
@@ -167,54 +167,51 @@ def train(config: Config, run: "Run") -> int:
                 store.drop_before(k + 1 - config.lag)
             run.log(metrics, batch)
             if run.due(config.eval_every, k + 1) and config.eval_every:
-                evaluate(config, run, rollout, store, task, k + 1)
+                evaluate(config, run, store, k + 1)
             if run.due(config.save_every, k + 1):
                 run.save(learner, store)
-        return run.finish(rollout, learner, store)
+        return run.finish(learner, store)
     finally:
         if not rollout.close(wait=1.0 if rollout.error else 30.0):
             run.hung = True  # a thread inside the engine cannot be stopped; leave without it
 
 
 def set_up(config: Config, run: "Run"):
-    """Learner, engine, weight store, task, and the update to start with (not 0 when resuming)."""
+    """Learner, engine and weight store, as they were after run.done updates."""
     import torch
 
     import kernels_cuda
     from learn import Gates, Learner
     from rollout import Engine, WeightStore
 
-    path, task, start = run.model_path, run.task, run.done
     engine_device, learner_device, memory = devices(config)
     if stream := kernels_cuda.own_stream(learner_device):
         torch.cuda.set_stream(stream)  # this thread's; the engine makes its own
     learner = Learner(
-        path, config.dtype, config.kernels, lr=config.lr, max_grad_norm=config.max_grad_norm,
+        run.model_path, config.dtype, config.kernels, lr=config.lr, max_grad_norm=config.max_grad_norm,
         temperature=config.temperature, tokens_per_microbatch=config.tokens_per_microbatch, audit=config.audit,
         gates=Gates(config.gate, config.gate_threshold, ratio_cap=config.ratio_cap, importance_sampling=config.importance_sampling),
-        gradient_checkpointing=config.gradient_checkpointing, allow_mismatch=config.allow_mismatch,
-        device=learner_device,
+        gradient_checkpointing=config.gradient_checkpointing, allow_mismatch=config.allow_mismatch, device=learner_device,
     )  # fmt: skip
     store = WeightStore()
     if run.saved:
         checkpoint.load(run.saved, learner, store)
-    store.publish(start, learner.weights())
-    longest = learner.model.config.max_position_embeddings
+    store.publish(run.done, learner.weights())
     engine = Engine(
-        str(path), config.dtype, config.kernels, max_model_len=min(longest, 32768),
-        max_seqs=min(config.prompts * config.group_size, 256), stop_ids={run.tokenizer.eos_token_id, *eos_of(path)} - {None},
-        seed=config.seed, stop=task.stop, device=engine_device, gpu_memory_utilization=memory,
+        str(run.model_path), config.dtype, config.kernels, max_model_len=min(learner.model.config.max_position_embeddings, 32768),
+        max_seqs=min(config.prompts * config.group_size, 256), stop_ids={run.tokenizer.eos_token_id, *eos_of(run.model_path)} - {None},
+        seed=config.seed, stop=run.task.stop, device=engine_device, gpu_memory_utilization=memory,
     )  # fmt: skip
     torch.set_num_threads(config.learner_threads or default_threads(config.lag))
-    return learner, engine, store, task, start
+    return learner, engine, store
 
 
-def start_rollout(config, run, engine, store, task, start):
-    """Start the rollout thread on batch `start`."""
+def start_rollout(config, run, engine, store):
+    """Start the rollout thread on the batch of the next update."""
     import envs
     from rollout import Request, RolloutThread, decode, sample_seed
 
-    problems = {}  # of the batches under way
+    task, problems = run.task, {}  # of the batches under way
 
     def make_requests(b):
         problems[b] = task.train(b, config.prompts)
@@ -225,9 +222,9 @@ def start_rollout(config, run, engine, store, task, start):
         ]
 
     def grade(b, samples):
-        of_batch = problems.pop(b)
         errors: dict[int, str] = {}
-        rewards = envs.grade(task, [p for p in of_batch for _ in range(config.group_size)], decode(run.tokenizer, samples, tools=False), errors)
+        of_samples = [p for p in problems.pop(b) for _ in range(config.group_size)]
+        rewards = envs.grade(task, of_samples, decode(run.tokenizer, samples, tools=False), errors)
         for i, (sample, reward) in enumerate(zip(samples, rewards)):
             sample.group, sample.reward, sample.reward_error = i // config.group_size, reward, errors.get(i, "")
         if len(errors) > len(samples) / 10:
@@ -236,7 +233,7 @@ def start_rollout(config, run, engine, store, task, start):
         return decode(run.tokenizer, samples)
 
     run.rollout = RolloutThread(
-        engine, store, make_requests, grade, start=start, steps=config.steps, lag=config.lag, schedule=config.schedule,
+        engine, store, make_requests, grade, start=run.done, steps=config.steps, lag=config.lag, schedule=config.schedule,
         max_new_tokens=config.max_new_tokens, temperature=config.temperature, timeout=config.rollout_timeout,
         threads=config.rollout_threads or default_threads(config.lag),
         on_error=lambda: _thread.interrupt_main(signal.SIGINT),  # the main thread runs Run's handler, now
@@ -245,19 +242,19 @@ def start_rollout(config, run, engine, store, task, start):
     return run.rollout
 
 
-def evaluate(config, run, rollout, store, task, version: int) -> None:
+def evaluate(config, run, store, version: int) -> None:
     """Queue an evaluation of `version`, by eval.py's functions: pass@1 on held-out problems. Generated between two batches."""
     from eval import requests_of, score
 
-    problems = task.heldout(config.eval_problems)
+    problems = run.task.heldout(config.eval_problems)
     sampling = {"temperature": config.temperature if config.eval_temperature is None else config.eval_temperature,
                 "top_p": config.eval_top_p, "max_new_tokens": config.eval_max_new_tokens or config.max_new_tokens}  # fmt: skip
 
     def done(samples, version_end):
-        run.log_eval({"version": samples[0].version, "version_end": version_end} | score(task, problems, samples)[0] | sampling)
+        run.log_eval({"version": samples[0].version, "version_end": version_end} | score(run.task, problems, samples)[0] | sampling)
 
-    requests = requests_of(task, problems, 1, config.seed, sampling["top_p"])
-    rollout.evaluate(store.get(version), version, requests, sampling["max_new_tokens"], sampling["temperature"], done)
+    requests = requests_of(run.task, problems, 1, config.seed, sampling["top_p"])
+    run.rollout.evaluate(store.get(version), version, requests, sampling["max_new_tokens"], sampling["temperature"], done)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -423,8 +420,7 @@ class Run:
         self.track = tracker(config, folder)  # first: where it cannot be, no file is written
         self.config, self.folder, self.model_path, self.held, self.whose, self.saved = config, folder, model_path, held, whose, saved
         self.tokenizer, self.task = tokenizer, task
-        self.rollout, self.hung, self.started, self.stopped_by, self.bar = None, False, time.perf_counter(), None, None
-        self.saving = False
+        self.rollout, self.hung, self.saving, self.stopped_by, self.bar = None, False, False, None, None
         self.error, self.times, self.done, self.files, rows = None, {"t_save": 0.0}, manifest["step"], {}, {}  # done: updates
         checkpoint.write_whole(folder / "config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
         for name, key in (("metrics", "step"), ("samples", "step"), ("eval", "version")):
@@ -445,11 +441,11 @@ class Run:
         tqdm.write(text, file=self.console)
         self.console.flush()
 
-    def progress(self, start: int, steps: int):
+    def progress(self):
         self.started = time.perf_counter()  # of training; the start-up before it does not count
         interval = 0.2 if self.console.isatty() else 15.0
-        self.bar = tqdm(total=steps, initial=start, file=self.console, unit="update", mininterval=interval, dynamic_ncols=True)
-        for k in range(start, steps):
+        self.bar = tqdm(total=self.config.steps, initial=self.done, file=self.console, unit="update", mininterval=interval, dynamic_ncols=True)
+        for k in range(self.done, self.config.steps):
             if self.stopped_by:
                 return
             yield k
@@ -511,7 +507,7 @@ class Run:
     def save(self, learner, store) -> None:
         self.saving = True
         with self.timed("t_save"):  # of the next row: this update's is written before its checkpoint, or a kill could lose it
-            # first: an evaluation that ends meanwhile is then among those waiting and its row perhaps on the disk, not in neither
+            # before the rows are synced: an evaluation that ends in between still counts as waiting, so that it is not lost
             waiting = {version: weights for weights, version, *_ in list(self.rollout.evaluations)}
             for file in self.files.values():
                 os.fsync(file.fileno())
@@ -520,8 +516,9 @@ class Run:
 
     # -- endings
 
-    def finish(self, rollout, learner, store) -> int:
+    def finish(self, learner, store) -> int:
         """After the last update, or after a signal: wait for evaluations, save, draw, sum up. Returns the exit status."""
+        rollout = self.rollout
         while self.done == self.config.steps and rollout.evaluations and not self.stopped_by:
             if rollout.error or not rollout.is_alive():
                 raise rollout.error or RuntimeError("the rollout thread ended early")
@@ -613,8 +610,8 @@ def open_run(args: list[str] | None) -> Run:
     anything is written or anything slow is started."""
     config = with_full_path(tyro.cli(Config, args=args))
     resuming = config.resume is not None
-    name = f"{config.env}-{pathlib.Path(config.model).name}-{config.kernels}-lag{config.lag}-seed{config.seed}"
-    folders = [pathlib.Path("runs") / (name + suffix) for suffix in ["", *(f"-{i}" for i in range(2, 10000))]]
+    name = f"runs/{config.env}-{pathlib.Path(config.model).name}-{config.kernels}-lag{config.lag}-seed{config.seed}"
+    folders = [pathlib.Path(name + suffix) for suffix in ["", *(f"-{i}" for i in range(2, 10000))]]
     if resuming:
         folders = [folder := pathlib.Path(config.resume)]
         try:

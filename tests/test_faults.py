@@ -61,12 +61,13 @@ def on_call(n, function, before):
 
 
 @pytest.fixture(scope="module")
-def base_engine(base_model):
-    engine = Engine(str(base_model), "bfloat16", "aligned", max_model_len=1024, max_seqs=64, stop_ids={1})
-    engine.engine.set_weight_version("0")
-    engine.version = 0
-    engine.generate([rollout.Request([5, 6, 7], 0)], 2, 1.0, 0)  # compiles, for seconds
-    return engine
+def base_engine(engine, base_model):
+    shared = engine(base_model, "bfloat16")
+    shared.stop_ids, others = [1], shared.stop_ids
+    shared.generate([rollout.Request([5, 6, 7], 0)], 2, 1.0, 0)  # compiles, for seconds
+    yield shared
+    make_idle(shared)
+    shared.stop_ids = others
 
 
 def make_idle(engine) -> None:
