@@ -26,7 +26,6 @@ def identity(settings: dict, model: pathlib.Path) -> dict:
 def save(folder: pathlib.Path, step: int, learner, store, tokenizer, whose: dict, waiting: dict) -> pathlib.Path:
     """Write checkpoint-`step` under another name, sync it, rename it; then remove all but the newest --keep. whose: of
     `identity`; waiting: version -> weights of evaluations still to run. Raises OSError if it cannot be written."""
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     final, scratch = folder / f"checkpoint-{step}", folder / f".checkpoint-{step}"
@@ -44,15 +43,13 @@ def save(folder: pathlib.Path, step: int, learner, store, tokenizer, whose: dict
         files = {str(p.relative_to(scratch)): _digest(p) for p in sorted(scratch.rglob("*")) if p.is_file()}
         manifest = whose | {"step": step, "waiting": sorted(waiting), "files": files}
         write_whole(scratch / "manifest.json", json.dumps(manifest | {"seal": _sha256(manifest)}, indent=1))
-        shutil.rmtree(final, ignore_errors=True)  # a resume has passed it over, so it is not whole
         scratch.rename(final)
         _sync(folder)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:  # the libraries in Rust have their own for a full disk
         shutil.rmtree(scratch, ignore_errors=True)
         raise OSError(f"{final} could not be written: {error}") from error
-    older = checkpoints(folder)  # and newer ones, if a resume passed them over
-    older, keep = older[: older.index(final)], whose["settings"]["keep"]
-    for old in older[: max(0, len(older) - keep + 1)] if keep else []:
+    keep = whose["settings"]["keep"]
+    for old in checkpoints(folder)[:-keep] if keep else []:
         shutil.rmtree(old)
     return final
 
@@ -75,25 +72,27 @@ def checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(numbered, key=lambda p: int(p.name.partition("-")[2]))
 
 
-def newest(folder: pathlib.Path, whose: dict) -> tuple[pathlib.Path, dict, list[str]]:
-    """The newest whole checkpoint, its manifest, and a line on each newer one that is not whole. Raises ValueError if there
-    is none, or if it is of another format, model or settings than `whose`."""
-    passed_over = []
+def newest(folder: pathlib.Path, whose: dict) -> tuple[pathlib.Path, dict, dict]:
+    """The newest whole checkpoint, its manifest, and of those newer that are not whole the paths, with a line on each. Raises
+    ValueError if there is none, or if it is of another format, model or settings than `whose`."""
+    passed_over = {}
     for path in reversed(checkpoints(folder)):
         try:
-            manifest = json.loads((path / "manifest.json").read_text())
+            manifest = dict(json.loads((path / "manifest.json").read_text()))
             if manifest.pop("seal") != _sha256(manifest):
                 raise ValueError("manifest.json is not what was written")
             for name, digest in manifest["files"].items() if manifest["format"] == FORMAT else ():
                 if _digest(path / name) != digest:
                     raise ValueError(f"{name} is not what was written")
-        except (OSError, ValueError, KeyError) as error:
-            passed_over.append(f"{path} is not whole and was passed over: {error}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            passed_over[path] = f"{path} is not whole and was passed over: {error}"
             continue
-        if others := [key for key, value in whose.items() if manifest[key] != value]:
+        others = [key for key in ("format", "model") if manifest.get(key) != whose[key]] or [
+            "--" + key.replace("_", "-") for key, value in whose["settings"].items() if manifest["settings"].get(key) != value]  # fmt: skip
+        if others:
             raise ValueError(f"{path.name} is of another {others[0]} than this run's")
         return path, manifest, passed_over
-    raise ValueError("; ".join(["no checkpoint there: start again, with --save-every to have one sooner", *passed_over]))
+    raise ValueError("; ".join(["no checkpoint there: start again in another folder, with --save-every to have one sooner", *passed_over.values()]))
 
 
 def read_rows(path: pathlib.Path) -> list[dict]:

@@ -7,12 +7,16 @@ version max(0, b - lag), update k turns version k into k + 1, and every random n
 prompt, sample): the run is asynchronous, and yet the same to the last bit whenever it is repeated.
 """
 
+import _thread
 import contextlib
 import dataclasses
 import fcntl
+import importlib.util
 import json
+import math
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import tyro
+from tqdm import tqdm
 
 import checkpoint
 
@@ -146,14 +151,14 @@ def train(config: Config, run: "Run") -> int:
     keep_freed_memory()
     torch.set_num_threads(config.learner_threads or default_threads(config.lag))
     sys.setswitchinterval(5e-5)  # the learner waits for Python's lock after each operation: 5 ms (the default) adds up
-    learner, engine, store, task, start = set_up(config, run)
-    rollout = start_rollout(config, run, engine, store, task, start)
+    learner, engine, store = set_up(config, run)
+    rollout = start_rollout(config, run, engine, store)
     try:
         for version in run.waiting:
-            evaluate(config, run, rollout, store, task, version)
-        for k in run.progress(start, config.steps):
+            evaluate(config, run, store, version)
+        for k in run.progress():
             with run.timed("t_wait"):
-                batch = rollout.next(run.interrupted)
+                batch = rollout.next(lambda: run.stopped_by)
             if batch is None:
                 break
             with run.timed("t_learn"):
@@ -162,63 +167,51 @@ def train(config: Config, run: "Run") -> int:
                 store.drop_before(k + 1 - config.lag)
             run.log(metrics, batch)
             if run.due(config.eval_every, k + 1) and config.eval_every:
-                evaluate(config, run, rollout, store, task, k + 1)
+                evaluate(config, run, store, k + 1)
             if run.due(config.save_every, k + 1):
                 run.save(learner, store)
-        return run.finish(rollout, learner, store)
+        return run.finish(learner, store)
     finally:
         if not rollout.close(wait=1.0 if rollout.error else 30.0):
             run.hung = True  # a thread inside the engine cannot be stopped; leave without it
 
 
 def set_up(config: Config, run: "Run"):
-    """Learner, engine, weight store, task, and the update to start with (not 0 when resuming)."""
+    """Learner, engine and weight store, as they were after run.done updates."""
     import torch
 
     import kernels_cuda
     from learn import Gates, Learner
     from rollout import Engine, WeightStore
 
-    path, tokenizer, start = run.model_path, run.tokenizer, run.done
-    task = make_task(config, tokenizer)
     engine_device, learner_device, memory = devices(config)
     if stream := kernels_cuda.own_stream(learner_device):
         torch.cuda.set_stream(stream)  # this thread's; the engine makes its own
     learner = Learner(
-        path, config.dtype, config.kernels, lr=config.lr, max_grad_norm=config.max_grad_norm,
+        run.model_path, config.dtype, config.kernels, lr=config.lr, max_grad_norm=config.max_grad_norm,
         temperature=config.temperature, tokens_per_microbatch=config.tokens_per_microbatch, audit=config.audit,
         gates=Gates(config.gate, config.gate_threshold, ratio_cap=config.ratio_cap, importance_sampling=config.importance_sampling),
-        gradient_checkpointing=config.gradient_checkpointing, allow_mismatch=config.allow_mismatch,
-        device=learner_device,
+        gradient_checkpointing=config.gradient_checkpointing, allow_mismatch=config.allow_mismatch, device=learner_device,
     )  # fmt: skip
     store = WeightStore()
     if run.saved:
         checkpoint.load(run.saved, learner, store)
-    store.publish(start, learner.weights())
-    longest = learner.model.config.max_position_embeddings
-    stop_ids = {tokenizer.eos_token_id} | eos_of(path)
+    store.publish(run.done, learner.weights())
     engine = Engine(
-        str(path), config.dtype, config.kernels, max_model_len=min(longest, 32768),
-        max_seqs=min(config.prompts * config.group_size, 256), stop_ids={i for i in stop_ids if i is not None}, seed=config.seed,
-        stop=task.stop, device=engine_device, gpu_memory_utilization=memory,
+        str(run.model_path), config.dtype, config.kernels, max_model_len=min(learner.model.config.max_position_embeddings, 32768),
+        max_seqs=min(config.prompts * config.group_size, 256), stop_ids={run.tokenizer.eos_token_id, *eos_of(run.model_path)} - {None},
+        seed=config.seed, stop=run.task.stop, device=engine_device, gpu_memory_utilization=memory,
     )  # fmt: skip
     torch.set_num_threads(config.learner_threads or default_threads(config.lag))
-    return learner, engine, store, task, start
+    return learner, engine, store
 
 
-def make_task(config: Config, tokenizer):
-    from envs import load_env
-
-    return load_env(config.env, tokenizer, config.seed, config.difficulty, config.max_turns, config.unsafe_sandbox,
-                    data=config.data, data_fields=config.data_fields, skip_bad_rows=config.skip_bad_rows)  # fmt: skip
-
-
-def start_rollout(config, run, engine, store, task, start):
-    """Start the rollout thread on batch `start`."""
+def start_rollout(config, run, engine, store):
+    """Start the rollout thread on the batch of the next update."""
     import envs
-    from rollout import Request, RolloutThread, sample_seed
+    from rollout import Request, RolloutThread, decode, sample_seed
 
-    problems = {}  # of the batches under way
+    task, problems = run.task, {}  # of the batches under way
 
     def make_requests(b):
         problems[b] = task.train(b, config.prompts)
@@ -229,41 +222,39 @@ def start_rollout(config, run, engine, store, task, start):
         ]
 
     def grade(b, samples):
-        of_batch = problems.pop(b)
         errors: dict[int, str] = {}
-        rewards = envs.grade(task, [p for p in of_batch for _ in range(config.group_size)], run.decode(samples, tools=False), errors)
+        of_samples = [p for p in problems.pop(b) for _ in range(config.group_size)]
+        rewards = envs.grade(task, of_samples, decode(run.tokenizer, samples, tools=False), errors)
         for i, (sample, reward) in enumerate(zip(samples, rewards)):
             sample.group, sample.reward, sample.reward_error = i // config.group_size, reward, errors.get(i, "")
         if len(errors) > len(samples) / 10:
             last = [*errors.values()][-1]
             raise RuntimeError(f"--env {config.env}: no reward for {len(errors)} of batch {b}'s {len(samples)} responses: {last}")
-        return run.decode(samples)
+        return decode(run.tokenizer, samples)
 
-    rollout = RolloutThread(
-        engine, store, make_requests, grade, start=start, steps=config.steps, lag=config.lag, schedule=config.schedule,
+    run.rollout = RolloutThread(
+        engine, store, make_requests, grade, start=run.done, steps=config.steps, lag=config.lag, schedule=config.schedule,
         max_new_tokens=config.max_new_tokens, temperature=config.temperature, timeout=config.rollout_timeout,
-        threads=config.rollout_threads or default_threads(config.lag), on_error=run.wake,
+        threads=config.rollout_threads or default_threads(config.lag),
+        on_error=lambda: _thread.interrupt_main(signal.SIGINT),  # the main thread runs Run's handler, now
     )  # fmt: skip
-    run.rollout = rollout
-    rollout.start()
-    return rollout
+    run.rollout.start()
+    return run.rollout
 
 
-def evaluate(config, run, rollout, store, task, version: int) -> None:
+def evaluate(config, run, store, version: int) -> None:
     """Queue an evaluation of `version`, by eval.py's functions: pass@1 on held-out problems. Generated between two batches."""
     from eval import requests_of, score
 
-    problems = task.heldout(config.eval_problems)
+    problems = run.task.heldout(config.eval_problems)
     sampling = {"temperature": config.temperature if config.eval_temperature is None else config.eval_temperature,
                 "top_p": config.eval_top_p, "max_new_tokens": config.eval_max_new_tokens or config.max_new_tokens}  # fmt: skip
 
     def done(samples, version_end):
-        if {s.version for s in samples} != {version_end}:
-            raise RuntimeError(f"an evaluation began with weights version {samples[0].version} and ended with {version_end}")
-        run.log_eval({"version": samples[0].version, "version_end": version_end} | score(task, problems, samples)[0] | sampling)
+        run.log_eval({"version": samples[0].version, "version_end": version_end} | score(run.task, problems, samples)[0] | sampling)
 
-    requests = requests_of(task, problems, 1, config.seed, sampling["top_p"])
-    rollout.evaluate(store.get(version), version, requests, sampling["max_new_tokens"], sampling["temperature"], done)
+    requests = requests_of(run.task, problems, 1, config.seed, sampling["top_p"])
+    run.rollout.evaluate(store.get(version), version, requests, sampling["max_new_tokens"], sampling["temperature"], done)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -276,10 +267,9 @@ def check(config: Config) -> None:
 
     least = {"lag": 0, "steps": 1, "prompts": 1, "max_turns": 1, "max_new_tokens": 1, "audit": 0, "tokens_per_microbatch": 1, "eval_every": 0,
              "eval_problems": 1, "save_every": 0, "seed": 0, "lr": 0.0, "max_grad_norm": 0.0, "rollout_threads": 0, "learner_threads": 0,
-             "eval_temperature": 0, "eval_top_p": 1e-9, "eval_max_new_tokens": 0, "keep": 0, "max_bad_steps": 1}  # fmt: skip
-    require(config, least, {"eval_top_p": 1, "eval_temperature": 100})
-    if config.seed >= 2**32:
-        raise UserError(f"--seed {config.seed}: must be below 2^32")
+             "eval_temperature": 0, "eval_top_p": 1e-9, "eval_max_new_tokens": 0, "keep": 0, "max_bad_steps": 1, "rollout_timeout": 0.1,
+             "ratio_cap": 1e-9}  # fmt: skip
+    require(config, least, {"eval_top_p": 1, "eval_temperature": 100, "seed": 2**32 - 1})
     if config.group_size < 2:
         raise UserError(f"--group-size {config.group_size}: the baseline is the group's mean, so a group needs at least 2 responses")
     if config.env not in ENVS:
@@ -289,19 +279,10 @@ def check(config: Config) -> None:
     if config.data and config.env in ("arith", "calc"):
         raise UserError(f"--data {config.data}: --env {config.env} makes its own problems; --env jsonl reads any file")
     if config.top_p != 1:
-        raise UserError(
-            f"--top-p {config.top_p:g}: must be 1; a truncated distribution gives probability 0 to tokens that the learner's gives "
-            "more, and importance sampling then no longer corrects for the lag"
-        )
-    if not config.rollout_timeout > 0:
-        raise UserError(f"--rollout-timeout {config.rollout_timeout:g}: must be above 0")
-    if config.ratio_cap is not None and not config.ratio_cap > 0:
-        raise UserError(f"--ratio-cap {config.ratio_cap:g}: must be above 0")
-    if config.track != "none":
-        import importlib.util
-
-        if importlib.util.find_spec(config.track) is None:
-            raise UserError(f"--track {config.track}: pip install {config.track}")
+        raise UserError(f"--top-p {config.top_p:g}: must be 1; a truncated distribution gives probability 0 to tokens that the "
+                        "learner's gives more, and importance sampling then no longer corrects for the lag")  # fmt: skip
+    if config.track != "none" and importlib.util.find_spec(config.track) is None:
+        raise UserError(f"--track {config.track}: pip install {config.track}")
     devices(config)
 
 
@@ -330,19 +311,25 @@ def require(config, least: dict, most: dict) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be at least {bound}{limit}")
 
 
-def check_model(config: Config, path: pathlib.Path) -> str:
-    """Checks that need the model's configuration and tokenizer, not its weights. Raises UserError; returns a line that
-    says what the kept weight versions take."""
+def check_model(config: Config, path: pathlib.Path):
+    """Checks that need the model's configuration and tokenizer, not its weights. Raises UserError; returns the tokenizer, the
+    task, and a line that says what the kept weight versions take."""
     import psutil
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
     import kernels
-    from envs import too_long
+    from envs import load_env, too_long
 
     try:
         model, tokenizer = (auto.from_pretrained(path, trust_remote_code=False) for auto in (AutoConfig, AutoTokenizer))
-        task = make_task(config, tokenizer)
+        size = parameters(path) * (4 if config.dtype == "float32" else 2) / 1e9
+    except Exception as error:  # of the libraries in Rust, too
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(reason if isinstance(error, UserError) else f"--model {path}: {reason}") from None
+    try:
+        task = load_env(config.env, tokenizer, config.seed, config.difficulty, config.max_turns, config.unsafe_sandbox,
+                        data=config.data, data_fields=config.data_fields, skip_bad_rows=config.skip_bad_rows)  # fmt: skip
         if config.kernels == "aligned":
             kernels.require_supported(model)
     except (ValueError, OSError) as error:
@@ -356,29 +343,24 @@ def check_model(config: Config, path: pathlib.Path) -> str:
         if long := too_long(task, problems, model.max_position_embeddings - length):
             raise UserError(f"{flag} {length}: with {len(long)} of {len(problems)} prompts it exceeds the model's "
                             f"{model.max_position_embeddings} positions; the longest has {max(len(task.prompt_ids(p)) for p in long)}")  # fmt: skip
-    size = parameters(path) * (4 if config.dtype == "float32" else 2) / 1e9
     learner = devices(config)[1]
     free = (psutil.virtual_memory().available if learner == "cpu" else torch.cuda.mem_get_info(learner)[0]) / 1e9
     need = (config.lag + 1) * size
+    keeps = f"keeps {config.lag + 1} weight versions ({need:.3g} GB)"
     if need > free / 2:  # the other half is for the model, its gradients and optimizer, and the engine
-        raise UserError(
-            f"--lag {config.lag}: it keeps {config.lag + 1} weight versions ({need:.3g} GB), {free:.3g} GB are free; "
-            "use a smaller --lag"
-        )
-    note = f"lag {config.lag} keeps {config.lag + 1} weight versions ({need:.3g} GB)"
-    return f"{task.note}\n{note}" if hasattr(task, "note") else note
+        raise UserError(f"--lag {config.lag}: it {keeps}, {free:.3g} GB are free; use a smaller --lag")
+    note = f"lag {config.lag} {keeps}"
+    return tokenizer, task, f"{task.note}\n{note}" if hasattr(task, "note") else note
 
 
 def parameters(path: pathlib.Path) -> int:
     """Number of weights in a model folder's safetensors files, from their headers."""
-    from math import prod
-
     from safetensors import safe_open
 
     total = 0
     for file in list(path.glob("model*.safetensors")) or path.glob("*.safetensors"):  # a checkpoint has others, too
         with safe_open(file, "pt") as tensors:
-            total += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())
     if not total:
         raise UserError(f"--model {path}: no *.safetensors files there")
     return total
@@ -433,11 +415,12 @@ def default_threads(lag: int) -> int:
 class Run:
     """The run folder, the console, and what is written where. Exits of every kind come through here."""
 
-    def __init__(self, config: Config, folder: pathlib.Path, model_path: pathlib.Path, held, whose, saved, manifest):
+    def __init__(self, config: Config, folder: pathlib.Path, model_path: pathlib.Path, tokenizer, task, held, whose, saved, manifest):
         """held: the lock; whose, manifest: see checkpoint.py; saved: the checkpoint to go on from, or None."""
+        self.track = tracker(config, folder)  # first: where it cannot be, no file is written
         self.config, self.folder, self.model_path, self.held, self.whose, self.saved = config, folder, model_path, held, whose, saved
-        self.rollout, self.hung, self.started, self.stopped_by, self.bar = None, False, time.perf_counter(), None, None
-        self.saving = False
+        self.tokenizer, self.task = tokenizer, task
+        self.rollout, self.hung, self.saving, self.stopped_by, self.bar = None, False, False, None, None
         self.error, self.times, self.done, self.files, rows = None, {"t_save": 0.0}, manifest["step"], {}, {}  # done: updates
         checkpoint.write_whole(folder / "config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
         for name, key in (("metrics", "step"), ("samples", "step"), ("eval", "version")):
@@ -448,36 +431,22 @@ class Run:
         self.history = rows["metrics"]
         self.wall = self.history[-1]["wall"] if self.history else 0.0
         self.waiting = [v for v in manifest["waiting"] if v not in {row["version"] for row in rows["eval"]}]  # to be evaluated
-        self.console = quiet(folder / "log.txt")
-        from transformers import AutoTokenizer
-
-        self.tokenizer = AutoTokenizer.from_pretrained(model_path)
-        self.track = tracker(config, folder)
+        self.console = quiet(folder / "log.txt")  # last: what is raised here is for the console
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self._on_signal)
-
-    def decode(self, samples, tools: bool = True) -> list[str]:
-        """The responses' texts, with or without what tools wrote."""
-        from rollout import decode
-
-        return decode(self.tokenizer, samples, tools)
 
     # -- console
 
     def say(self, text: str) -> None:
-        from tqdm import tqdm
-
         tqdm.write(text, file=self.console)
         self.console.flush()
 
-    def progress(self, start: int, steps: int):
-        from tqdm import tqdm
-
+    def progress(self):
         self.started = time.perf_counter()  # of training; the start-up before it does not count
         interval = 0.2 if self.console.isatty() else 15.0
-        self.bar = tqdm(total=steps, initial=start, file=self.console, unit="update", mininterval=interval, dynamic_ncols=True)
-        for k in range(start, steps):
-            if self.interrupted():
+        self.bar = tqdm(total=self.config.steps, initial=self.done, file=self.console, unit="update", mininterval=interval, dynamic_ncols=True)
+        for k in range(self.done, self.config.steps):
+            if self.stopped_by:
                 return
             yield k
             self.bar.update()
@@ -493,15 +462,6 @@ class Run:
         if self.stopped_by and signum == signal.SIGINT:
             raise KeyboardInterrupt
         self.stopped_by = signum
-
-    def wake(self) -> None:
-        """Called by the rollout thread: make the main thread run the handler above, now."""
-        import _thread
-
-        _thread.interrupt_main(signal.SIGINT)
-
-    def interrupted(self) -> bool:
-        return self.stopped_by is not None
 
     # -- writing
 
@@ -547,17 +507,19 @@ class Run:
     def save(self, learner, store) -> None:
         self.saving = True
         with self.timed("t_save"):  # of the next row: this update's is written before its checkpoint, or a kill could lose it
+            # before the rows are synced: an evaluation that ends in between still counts as waiting, so that it is not lost
+            waiting = {version: weights for weights, version, *_ in list(self.rollout.evaluations)}
             for file in self.files.values():
                 os.fsync(file.fileno())
-            waiting = {version: weights for weights, version, *_ in list(self.rollout.evaluations)}
             self.saved = checkpoint.save(self.folder, self.done, learner, store, self.tokenizer, self.whose, waiting)
         self.saving = False
 
     # -- endings
 
-    def finish(self, rollout, learner, store) -> int:
+    def finish(self, learner, store) -> int:
         """After the last update, or after a signal: wait for evaluations, save, draw, sum up. Returns the exit status."""
-        while self.done == self.config.steps and rollout.evaluations and not self.interrupted():
+        rollout = self.rollout
+        while self.done == self.config.steps and rollout.evaluations and not self.stopped_by:
             if rollout.error or not rollout.is_alive():
                 raise rollout.error or RuntimeError("the rollout thread ended early")
             time.sleep(0.02)
@@ -627,15 +589,16 @@ def tracker(config: Config, folder: pathlib.Path):
     """A function (metrics, step) that logs to --track's service, imported only when asked for; None without it."""
     if config.track == "none":
         return None
-    if config.track == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
+    try:
+        if config.track == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(folder / "tensorboard")
-        return lambda metrics, step: [writer.add_scalar(k, v, step) for k, v in metrics.items()]
-    import importlib
-
-    service = importlib.import_module(config.track)
-    service.init(project="reinforce-zero", name=folder.name, config=dataclasses.asdict(config))
+            writer = SummaryWriter(folder / "tensorboard")
+            return lambda metrics, step: [writer.add_scalar(k, v, step) for k, v in metrics.items()]
+        service = importlib.import_module(config.track)
+        service.init(project="reinforce-zero", name=folder.name, config=dataclasses.asdict(config))
+    except Exception as error:  # not logged in, no network, no space
+        raise UserError(f"--track {config.track}: {error}") from None
     return lambda metrics, step: service.log(metrics, step=step)
 
 
@@ -647,8 +610,8 @@ def open_run(args: list[str] | None) -> Run:
     anything is written or anything slow is started."""
     config = with_full_path(tyro.cli(Config, args=args))
     resuming = config.resume is not None
-    name = f"{config.env}-{pathlib.Path(config.model).name}-{config.kernels}-lag{config.lag}-seed{config.seed}"
-    folders = [pathlib.Path("runs") / (name + suffix) for suffix in ["", *(f"-{i}" for i in range(2, 10000))]]
+    name = f"runs/{config.env}-{pathlib.Path(config.model).name}-{config.kernels}-lag{config.lag}-seed{config.seed}"
+    folders = [pathlib.Path(name + suffix) for suffix in ["", *(f"-{i}" for i in range(2, 10000))]]
     if resuming:
         folders = [folder := pathlib.Path(config.resume)]
         try:
@@ -656,7 +619,7 @@ def open_run(args: list[str] | None) -> Run:
         except FileNotFoundError:
             raise UserError(f"--resume {folder}: no run there (no config.json)") from None
         except (TypeError, ValueError) as error:
-            raise UserError(f"--resume {folder}: its config.json is of another version ({error})") from None
+            raise UserError(f"--resume {folder}: its config.json is no run's, or of another version ({error})") from None
         config = with_full_path(dataclasses.replace(tyro.cli(Config, args=args, default=saved), resume=None))  # flags given win
         changed = [f.name for f in dataclasses.fields(Config) if getattr(config, f.name) != getattr(saved, f.name)]
         if others := [name.replace("_", "-") for name in changed if name not in checkpoint.FREE]:
@@ -666,11 +629,11 @@ def open_run(args: list[str] | None) -> Run:
             raise UserError(f"--steps {config.steps}: the run to resume has {saved.steps}; it may grow, not shrink")
     elif config.out:
         folders = [folder := pathlib.Path(config.out)]
-        if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - {".lock"}):
+        if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - {".lock", ".config.json.new"}):
             raise UserError(f"--out {folder}: holds another run; choose another folder, or --resume {folder}")
     check(config)
     path = resolve_model(config.model, config.env)
-    note = check_model(config, path)
+    tokenizer, task, note = check_model(config, path)
     for folder in folders:  # the first that no other run, perhaps one that is starting now, has taken
         with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True, exist_ok=len(folders) == 1)
@@ -678,13 +641,15 @@ def open_run(args: list[str] | None) -> Run:
     held, whose = open(folder / ".lock", "a"), checkpoint.identity(dataclasses.asdict(config), path)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it ends
-        saved, manifest, notes = checkpoint.newest(folder, whose) if resuming else (None, {"step": 0, "waiting": []}, [])
+        saved, manifest, passed_over = checkpoint.newest(folder, whose) if resuming else (None, {"step": 0, "waiting": []}, {})
     except BlockingIOError:
         raise UserError(f"--{'resume' if resuming else 'out'} {folder}: another process is running there") from None
     except ValueError as error:
         raise UserError(f"--resume {folder}: {error}") from None
-    run = Run(config, folder, path, held, whose, saved, manifest)
-    for line in [note, *notes]:
+    for damaged in passed_over:
+        shutil.rmtree(damaged)  # or --keep would count it, and a later --resume might find it whole, without its rows of the logs
+    run = Run(config, folder, path, tokenizer, task, held, whose, saved, manifest)
+    for line in [note, *passed_over.values()]:
         run.say(line)
     return run
 

@@ -61,12 +61,13 @@ def on_call(n, function, before):
 
 
 @pytest.fixture(scope="module")
-def base_engine(base_model):
-    engine = Engine(str(base_model), "bfloat16", "aligned", max_model_len=1024, max_seqs=64, stop_ids={1})
-    engine.engine.set_weight_version("0")
-    engine.version = 0
-    engine.generate([rollout.Request([5, 6, 7], 0)], 2, 1.0, 0)  # compiles, for seconds
-    return engine
+def base_engine(engine, base_model):
+    shared = engine(base_model, "bfloat16")
+    shared.stop_ids, others = [1], shared.stop_ids
+    shared.generate([rollout.Request([5, 6, 7], 0)], 2, 1.0, 0)  # compiles, for seconds
+    yield shared
+    make_idle(shared)
+    shared.stop_ids = others
 
 
 def make_idle(engine) -> None:
@@ -116,13 +117,20 @@ def go(base_engine):
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory, base_model) -> Done:
-    """The run that nothing happens to: the command itself."""
-    folder = tmp_path_factory.mktemp("reference") / "run"
-    process = fork(folder, [*SETTINGS, "--out", folder])
-    process.join(120)
-    assert process.exitcode == 0, console_of(folder)
-    return Done(0, console_of(folder), folder)
+def side_by_side(tmp_path_factory, base_model) -> list[Done]:
+    """Two runs at once."""
+    folders = [tmp_path_factory.mktemp("reference") / name for name in "ab"]
+    processes = [fork(folder, [*SETTINGS, "--out", folder]) for folder in folders]
+    for process, folder in zip(processes, folders):
+        process.join(120)
+        assert process.exitcode == 0, console_of(folder)
+    return [Done(0, console_of(folder), folder) for folder in folders]
+
+
+@pytest.fixture(scope="module")
+def reference(side_by_side) -> Done:
+    """The run that nothing happens to, but that another is beside it; those in this process have the machine to themselves."""
+    return side_by_side[0]
 
 
 def fork(folder, args, hook=None):
@@ -397,7 +405,7 @@ def whose(folder) -> dict:
 def test_keep_leaves_the_newest_checkpoints_and_each_is_whole(reference):
     assert [p.name for p in checkpoint.checkpoints(reference.folder)] == ["checkpoint-6", "checkpoint-8"]
     path, manifest, passed_over = checkpoint.newest(reference.folder, whose(reference.folder))
-    assert path.name == "checkpoint-8" and manifest["step"] == 8 and passed_over == []
+    assert path.name == "checkpoint-8" and manifest["step"] == 8 and passed_over == {}
     assert set(manifest["files"]) == {p.name for p in path.iterdir()} - {"manifest.json"}
     assert {"model.safetensors", "learner.safetensors", "versions.safetensors", "tokenizer.json", "config.json"} < set(manifest["files"])
     assert all(set(p.suffix for p in folder.iterdir()) <= {".json", ".safetensors", ".jinja"} for folder in checkpoint.checkpoints(reference.folder))
@@ -441,8 +449,13 @@ def test_any_damage_to_the_newest_checkpoint_makes_the_one_before_it_the_newest(
             else:
                 (last / name).unlink()
             path, _, passed_over = checkpoint.newest(copy, whose(copy))
-            assert path.name == "checkpoint-6" and len(passed_over) == 1 and "checkpoint-8 is not whole" in passed_over[0], (name, damage)
+            assert path.name == "checkpoint-6" and [*passed_over] == [last] and "checkpoint-8 is not whole" in passed_over[last], (name, damage)
             (last / name).write_bytes(intact)
+    intact = (last / "manifest.json").read_text()
+    for text in ("null", "[]", "7", "{}", '"x"', "\0" * 9):
+        (last / "manifest.json").write_text(text)
+        assert checkpoint.newest(copy, whose(copy))[0].name == "checkpoint-6", text
+    (last / "manifest.json").write_text(intact)
     assert checkpoint.newest(copy, whose(copy))[0] == last
     shutil.rmtree(copy / "checkpoint-6"), corrupt(last / "learner.safetensors")
     with pytest.raises(ValueError, match="no checkpoint there.*checkpoint-8 is not whole and was passed over: learner.safetensors"):
@@ -450,38 +463,53 @@ def test_any_damage_to_the_newest_checkpoint_makes_the_one_before_it_the_newest(
 
 
 def test_a_run_whose_newest_checkpoint_is_damaged_says_so_and_ends_in_the_same_bytes(go, copy, reference):
-    corrupt(copy / "checkpoint-8" / "learner.safetensors")
+    (copy / "checkpoint-8").rename(copy / "checkpoint-7")
+    corrupt(copy / "checkpoint-7" / "learner.safetensors")
     (copy / ".checkpoint-7").mkdir()  # half-written
     resumed = go(copy)
-    assert "checkpoint-8 is not whole and was passed over: learner.safetensors is not what was written" in resumed.console
+    assert "checkpoint-7 is not whole and was passed over: learner.safetensors is not what was written" in resumed.console
+    assert [p.name for p in checkpoint.checkpoints(copy)] == ["checkpoint-6", "checkpoint-8"]  # --keep 2 does not count it
     assert_same(resumed, reference)
 
 
-def test_keep_never_counts_a_damaged_newer_checkpoint(go, copy, reference):
-    last, whole = copy / "checkpoint-8", copy / "checkpoint-6"
-    last.rename(copy / "checkpoint-99")
-    corrupt(copy / "checkpoint-99" / "learner.safetensors")
-    learner, store = learn.Learner(whole), rollout.WeightStore()
-    checkpoint.load(whole, learner, store)
-    settings = whose(copy)
-    settings["settings"]["keep"] = 1
-    checkpoint.save(copy, 8, learner, store, types.SimpleNamespace(save_pretrained=lambda path: None), settings, {})
-    assert [p.name for p in checkpoint.checkpoints(copy)] == ["checkpoint-8", "checkpoint-99"]
+def test_whatever_a_library_raises_a_checkpoint_that_cannot_be_written_leaves_nothing(copy):
+    def full(path):
+        raise Exception("No space left on device (os error 28)")  # as tokenizers does
+
+    whole, store = copy / "checkpoint-6", rollout.WeightStore()
+    with pytest.raises(OSError, match=r"checkpoint-9 could not be written: No space left on device"):
+        checkpoint.save(copy, 9, learn.Learner(whole), store, types.SimpleNamespace(save_pretrained=full), whose(copy), {})
+    assert not list(copy.glob("*checkpoint-9"))
+
+
+def test_an_evaluation_that_ends_during_a_checkpoint_is_on_the_disk_or_among_those_waiting(tmp_path, monkeypatch):
+    evaluations, saved = [("weights", 6)], []
+    with open(tmp_path / "eval.jsonl", "w") as file:
+        run = types.SimpleNamespace(files={"eval": file}, rollout=types.SimpleNamespace(evaluations=evaluations), timed=lambda key: contextlib.nullcontext(),
+                                    folder=tmp_path, done=6, tokenizer=None, whose=None)  # fmt: skip
+        monkeypatch.setattr(os, "fsync", lambda fd: evaluations.clear())  # its row is written, but perhaps after this
+        monkeypatch.setattr(checkpoint, "save", lambda *args: saved.append(args[-1]))
+        Run.save(run, None, None)
+    assert saved == [{6: "weights"}]
 
 
 def reseal(path: pathlib.Path, **changes) -> None:
-    manifest = json.loads((path / "manifest.json").read_text()) | changes
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest |= {key: manifest[key] | value if isinstance(value, dict) else value for key, value in changes.items()}
     del manifest["seal"]
     (path / "manifest.json").write_text(json.dumps(manifest | {"seal": checkpoint._sha256(manifest)}))
 
 
-@pytest.mark.parametrize("change", [{"format": 0, "files": None}, {"model": ""}, {"settings": {"lr": 1.0}}], ids=str)
-def test_a_checkpoint_of_another_format_model_or_run_is_refused_and_nothing_is_written(change, copy, capsys):
-    reseal(copy / "checkpoint-8", **change)
+OTHERS = {"format": {"format": 0, "files": None, "settings": None}, "model": {"model": ""}, "--max-grad-norm": {"settings": {"max_grad_norm": 2}}}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_checkpoint_of_another_format_model_or_run_is_refused_and_nothing_is_written(what, copy, capsys):
+    reseal(copy / "checkpoint-8", **OTHERS[what])
     before = {p: p.stat().st_mtime_ns for p in copy.rglob("*")}
     assert run_async.main(["--resume", str(copy)]) == 2
     error = capsys.readouterr().err
-    assert error == f"run_async.py: --resume {copy}: checkpoint-8 is of another {[*change][0]} than this run's\n"
+    assert error == f"run_async.py: --resume {copy}: checkpoint-8 is of another {what} than this run's\n"
     assert before == {p: p.stat().st_mtime_ns for p in copy.rglob("*")}
 
 
@@ -503,6 +531,20 @@ def test_of_runs_with_the_same_settings_each_gets_a_folder_of_its_own(tmp_path, 
     monkeypatch.setattr(run_async, "Run", lambda config, folder, *_: types.SimpleNamespace(folder=folder, say=lambda line: None))
     folders = [run_async.open_run([]).folder for _ in range(3)]
     assert [f.name for f in folders] == [f"arith-base-aligned-lag8-seed0{end}" for end in ("", "-2", "-3")]
+    (folders[0] / ".config.json.new").touch()  # killed, or no space, at the first file
+    assert run_async.open_run(["--out", str(folders[0])]).folder == folders[0]
+
+
+def test_a_tracker_that_does_not_start_is_said_on_the_console_and_no_file_is_written(tmp_path, monkeypatch, capsys):
+    def init(**_):
+        raise RuntimeError("not logged in")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.setattr(run_async, "quiet", lambda log: pytest.fail("the console is no longer where errors go"))
+    assert run_async.main(["--track", "wandb", "--out", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == "run_async.py: --track wandb: not logged in\n"
+    assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -588,24 +630,21 @@ def killed(folder, args, hook=None, after=None) -> bool:
     return process.exitcode != 0
 
 
-def test_a_run_killed_in_a_checkpoint_a_weight_load_and_an_evaluation_ends_in_the_same_bytes(tmp_path, reference):
+def test_a_run_killed_in_a_checkpoint_a_weight_load_and_an_evaluation_ends_in_the_same_bytes(go, tmp_path, reference):
     folder = tmp_path / "run"
     assert killed(folder, [*SETTINGS, "--out", folder], die_in_a_checkpoint)
     assert [p.name for p in folder.glob("*checkpoint*")] in (["checkpoint-2", ".checkpoint-4"], [".checkpoint-4", "checkpoint-2"])
     assert killed(folder, ["--resume", folder], die_in_a_weight_load)
     assert killed(folder, ["--resume", folder], die_in_an_evaluation)
-    assert not killed(folder, ["--resume", folder])
-    assert_same(Done(0, "", folder), reference)
-    assert [e["version"] for e in Done(0, "", folder).rows("eval")] == [3, 6, 8]
+    done = go(folder)
+    assert_same(done, reference)
+    assert [e["version"] for e in done.rows("eval")] == [3, 6, 8]
 
 
-def test_two_runs_at_once_do_not_disturb_each_other(tmp_path, reference):
-    folders = [tmp_path / "a", tmp_path / "b"]
-    processes = [fork(folder, [*SETTINGS, "--out", folder]) for folder in folders]
-    for process, folder in zip(processes, folders):
-        process.join(120)
-        assert process.exitcode == 0, console_of(folder)
-        assert_same(Done(0, "", folder), reference)
+def test_two_runs_at_once_do_not_disturb_each_other(go, tmp_path, side_by_side):
+    alone = go(tmp_path / "run")
+    for run in side_by_side:
+        assert_same(run, alone)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -643,7 +682,7 @@ def test_a_pad_token_that_is_the_eos_is_trained_like_any_other(mode, base_model,
     assert torch.equal(*gradients) and gradients[0].any()
 
 
-def test_a_model_with_code_or_pickled_weights_of_its_own_is_refused_and_not_run(base_model, tmp_path, capsys):
+def test_a_model_with_code_or_pickled_weights_of_its_own_or_damaged_is_refused_and_not_run(base_model, tmp_path, capsys):
     model = shutil.copytree(base_model, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     code = {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Theirs", "AutoModelForCausalLM": "theirs.TheirModel"}}
@@ -651,7 +690,10 @@ def test_a_model_with_code_or_pickled_weights_of_its_own_is_refused_and_not_run(
     (model / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     pickled = shutil.copytree(base_model, tmp_path / "pickled")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    for folder, message in ((model, "custom code"), (pickled, "no *.safetensors files")):
+    damaged = [shutil.copytree(base_model, tmp_path / name) for name in ("tokenizer.json", "model.safetensors")]
+    for folder in damaged:
+        (folder / folder.name).write_bytes((folder / folder.name).read_bytes()[:100])
+    for folder, message in ((model, "custom code"), (pickled, "no *.safetensors files"), *((folder, "--model") for folder in damaged)):
         assert run_async.main(["--model", str(folder), "--out", str(tmp_path / "run")]) == 2
         error = capsys.readouterr().err
         assert message in error and str(folder) in error and len(error.splitlines()) == 1
@@ -662,7 +704,7 @@ def test_any_characters_can_be_in_a_prompt(go, tmp_path):
     def strange(patch, moment):
         text = '"\0\r\n\u2028\u0085\ufeff\U0001f600\u0301\u202e\\{}'
         patch.setattr(envs.Arith, "prompt_ids", lambda self, p: self.tokenizer.encode(text + p.prompt))
-        patch.setattr(Run, "decode", lambda self, samples, tools=True: [text] * len(samples))
+        patch.setattr(rollout, "decode", lambda tokenizer, samples, tools=True: [text] * len(samples))
 
     done = go(tmp_path / "run", "--steps", 2, fault=strange)
     lines = done.bytes("samples.jsonl").decode().splitlines()
