@@ -124,19 +124,26 @@ def c0(s: Subject, tally: Tally) -> None:
 
 
 def c1(s: Subject, tally: Tally) -> None:
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
     merged = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     weights = s.learner.weights()
     scaled = {name: w * (1 + 2**-6) for name, w in weights.items()}  # nearly every value changes
     for what, version in [("other weights", scaled), ("the weights", weights), ("the same weights again", weights)]:
         s.engine.load(version, 0)
         for name, got in s.runner.model.named_parameters(remove_duplicate=False):
-            owner, module, start = s.runner.model.get_submodule(name.rpartition(".")[0]), name.split(".")[-2], 0
+            owner, start = s.runner.model.get_submodule(name.rpartition(".")[0]), 0
+            for its, ours in [("experts.gate.", "gate."), ("routed_experts.w13_weight", "gate_up_proj"), ("routed_experts.w2_weight", "down_proj")]:
+                name = name.replace(its, ours)
+            module = name.split(".")[-2]
             parts, head = [name.replace(module, part) for part in merged.get(module, [module])], version["model.embed_tokens.weight"]
             if s.mode == "standard" and hasattr(owner, "cpu_linear") and name.endswith("weight"):
                 # stock vLLM computes with a packed copy: the identity matrix times it is the weight
                 got = owner.cpu_linear(torch.eye(version.get(parts[0], head).shape[1], dtype=s.dtype), got, None).t()
             for part in parts:
                 expected = version.get(part, head)  # a tied head has no name of its own
+                if s.mode == "standard" and module == "experts":
+                    expected = cpu_prepack_moe_weight(expected, owner.quant_method.moe_kernel.fused_experts.isa)
                 tally.equal(got[start : start + len(expected)].to(s.dtype), expected, f"{part} after a sync of {what}")
                 start += len(expected)
 
@@ -165,6 +172,8 @@ def operations(s: Subject, tokens: list[int], check: str):
         attn, mlp, own, own_mlp = engine.self_attn, engine.mlp, layer.self_attn, layer.mlp
         yield "C4", "input norm", engine.input_layernorm, before, side_by_side(of["input norm"], *[of["input residual"]] * i)
         yield "C3", "q/k/v", attn.qkv_proj, [of["input norm"]], of["q/k/v"]
+        if not s.cuda:  # there the matrix' shape decides the tiles, so both sides have one matrix
+            yield "C3", "q/k/v one by one", linear(own.q_proj, own.k_proj, own.v_proj), [of["input norm"]], of["q/k/v"]
         q, k, v = of["q/k/v"].split(widths, -1)  # views, with the strides that they have in the model
         if "q/k norm" in of:
             heads, (q, k) = [x.unflatten(-1, (-1, s.D)) for x in (q, k)], of["q/k norm"].split(widths[:2], -1)
@@ -175,11 +184,17 @@ def operations(s: Subject, tokens: list[int], check: str):
         yield "C3", "o_proj", attn.o_proj, [of["attention"]], of["o_proj"]
         before, normed = [of["o_proj"], of["input residual"]], side_by_side(of["post-attention norm"], of["residual"])
         yield "C4", "post-attention norm", engine.post_attention_layernorm, before, normed
+        if "router" in of:
+            yield "C3", "router", mlp.gate, [of["post-attention norm"]], of["router"]
+            for op in [op for op in ("router's choice", "experts", "combination") if op in of]:
+                compute = lambda x, op=op, mlp=mlp: engine_experts(s, mlp, x, op)  # noqa: E731
+                yield "C3", op, compute, [of["post-attention norm"]], of[op]
+            before = [of["combination"], of["residual"]]
+            continue
         yield "C3", "gate/up", mlp.gate_up_proj, [of["post-attention norm"]], of["gate/up"]
         yield "C5", "SwiGLU", mlp.act_fn, [of["gate/up"]], of["activation"]
         yield "C3", "down", mlp.down_proj, [of["activation"]], of["down"]
-        if not s.cuda:  # there the matrix' shape decides the tiles, so both sides have one matrix
-            yield "C3", "q/k/v one by one", linear(own.q_proj, own.k_proj, own.v_proj), [of["input norm"]], of["q/k/v"]
+        if not s.cuda:
             yield "C3", "gate/up one by one", linear(own_mlp.gate_proj, own_mlp.up_proj), [of["post-attention norm"]], of["gate/up"]
         before = [of["down"], of["residual"]]
     hidden = found["final norm"]
@@ -188,6 +203,15 @@ def operations(s: Subject, tokens: list[int], check: str):
         yield "C3", "lm_head", s.runner.model.compute_logits, [hidden], head_logits(s, hidden)
     for t in (1.0, 0.7) if check == "C7" else ():
         yield "C7", f"log-softmax, temperature {t}", lambda x, t=t: engine_log_softmax(s, x, t), [hidden], log_softmax(s, hidden, t)
+
+
+def engine_experts(s: Subject, mlp, x, op: str) -> torch.Tensor:
+    """An operation of the engine's mixture of experts for x [rows, hidden]; stock vLLM shows the "combination" only."""
+    from vllm.forward_context import set_forward_context
+
+    found, config = {}, s.engine.llm.llm_engine.vllm_config
+    with set_forward_context(None, config), mock.patch.object(mlp, "trace", found.__setitem__, create=True):
+        return (found | {"combination": mlp(x)})[op]
 
 
 def linear(*layers):  # as the learner computes one
@@ -483,6 +507,7 @@ MODULES = {"embed_tokens": ["embedding"], "input_layernorm": ["input residual", 
            "attn": ["rotary", "rotary", None], "o_proj": ["attention", "o_proj"],
            "post_attention_layernorm": ["residual", "post-attention norm"],
            **dict.fromkeys(["gate_up_proj", "gate_proj", "up_proj"], ["gate/up"]), "down_proj": ["activation", "down"],
+           "gate": ["router"], "mlp": ["combination"],  # of a mixture of experts
            "norm": ["final residual", "final norm"], "logits_processor": ["logits"]}  # fmt: skip
 
 
@@ -505,11 +530,14 @@ def watched(model, rows=lambda x: x):
     def begin(module, args, inputs):
         forwards.append(defaultdict(list))
         for op in {"input_ids", "positions"} & set(inputs):
-            keep(op, inputs[op])
+            keep(op, inputs[op].flatten())
 
     with contextlib.ExitStack() as hooks:
         hooks.enter_context(model.register_forward_pre_hook(begin, with_kwargs=True))
         for name, module in model.named_modules():
+            if hasattr(module, "experts"):  # kernels_moe.py's block in the engine shows what is no module
+                trace = lambda op, x, name=name: keep(re.search(r"layers\.\d+\.", name)[0] + op, x)  # noqa: E731
+                hooks.enter_context(mock.patch.object(module, "trace", trace, create=True))
             if name.split(".")[-1] in MODULES:
                 hooks.enter_context(module.register_forward_hook(lambda _, args, out, name=name: see(name, args, out)))
         yield forwards, keep
@@ -550,7 +578,7 @@ def learner_tensors(s: Subject, sequences: list[list[int]], layers=slice(None)) 
             found, packed = {}, kernels.pack(sequences, s.device)
             kernels.hidden_states(s.model, packed, s.learner.cos_sin, trace=found.__setitem__)
             return {op: x[: packed.tokens] for op, x in found.items()}
-        with watched(s.model.model, lambda x: x[0]) as (forwards, keep), mock.patch.object(stock, "apply_rotary_pos_emb", rotary):
+        with watched(s.model.model, lambda x: x[0] if x.ndim > 2 else x) as (forwards, keep), mock.patch.object(stock, "apply_rotary_pos_emb", rotary):
             for sequence in sequences:
                 s.model.model(input_ids=torch.tensor([sequence], device=s.device), use_cache=False)
         return joined(forwards)

@@ -30,11 +30,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import kernels_cuda
+import kernels_moe
 
 ROWS = 16  # linear layers see a multiple of this many rows; see `linear`
 BLOCK = 128  # tokens per KV-cache block, on both sides (vLLM's default on CPUs, vllm/platforms/cpu.py)
 CORES = os.cpu_count() or 1
-SUPPORTED = {"llama", "qwen2", "qwen3"}  # transformers' config.model_type
+SUPPORTED = {"llama", "qwen2", "qwen3", "qwen3_moe"}  # transformers' config.model_type
 OPERATIONS = "embedding, linear, RMSNorm, q/k RMSNorm, rotary embedding, causal attention, SwiGLU, log-softmax"
 
 # vLLM's CPU attention works in one scratch buffer per process (csrc/cpu: ScratchPadManager). Two threads in it at once
@@ -56,14 +57,15 @@ def keep_freed_memory() -> None:
             libc.mallopt(option, 2**31 - 1)
 
 
-def require_supported(config) -> None:
+def require_supported(config, device="cpu") -> None:
     """Raise ValueError with one line unless every leaf operation of the architecture has an aligned version."""
     missing = None
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    experts = getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)
     if not hasattr(config, "rms_norm_eps"):
         missing = "LayerNorm"
-    elif getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
-        missing = "mixture-of-experts routing"
+    elif experts and (config.model_type != "qwen3_moe" or device != "cpu"):
+        missing = "mixture-of-experts routing" + " on CUDA" * (device != "cpu")
     elif activation != "silu":
         missing = f"activation {activation}"
     elif getattr(config, "use_sliding_window", False):
@@ -205,12 +207,15 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        (gate_up,) = ctx.saved_tensors
-        grad = torch.empty_like(gate_up)
-        (gate, up), (dgate, dup) = gate_up.chunk(2, dim=-1), grad.chunk(2, dim=-1)
-        torch.mul(dout, F.silu(gate), out=dup)
-        torch.ops.aten.silu_backward(dout * up, gate, grad_input=dgate)
-        return grad
+        return swiglu_backward(dout, *ctx.saved_tensors)
+
+
+def swiglu_backward(dout, gate_up):
+    grad = torch.empty_like(gate_up)
+    (gate, up), (dgate, dup) = gate_up.chunk(2, dim=-1), grad.chunk(2, dim=-1)
+    torch.mul(dout, F.silu(gate), out=dup)
+    torch.ops.aten.silu_backward(dout * up, gate, grad_input=dgate)
+    return grad
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -430,6 +435,8 @@ def _decoder_layer(layer, x, residual, packed, cos_sin, metadata, isa, trace=Non
     x, residual = _add_norm(x, residual, layer.post_attention_layernorm)
     trace("residual", residual)
     trace("post-attention norm", x)
+    if hasattr(mlp, "experts"):
+        return kernels_moe.block(mlp, x, trace), residual
     x = linear(x, *_merged(mlp.gate_proj, mlp.up_proj))
     trace("gate/up", x)
     x = SwiGLU.apply(x)
@@ -556,7 +563,8 @@ def engine_kernels(mode: str, device: str = "cpu"):
 
     vLLM binds its operations when a layer is built, so an engine keeps what it was built with after the context ends.
     Replaced: the linear that `dispatch_cpu_unquantized_gemm` chooses (vllm/model_executor/layers/utils.py), the CPU
-    methods of RMSNorm and SiluAndMul, and the metadata builder and implementation of the CPU attention backend.
+    methods of RMSNorm and SiluAndMul, the metadata builder and implementation of the CPU attention backend, and what
+    kernels_moe.py lists.
     """
     if mode == "standard" or device != "cpu":
         yield
@@ -573,6 +581,7 @@ def engine_kernels(mode: str, device: str = "cpu"):
         (SiluAndMul, "forward_cpu", lambda self, x: swiglu(x)),
         (CPUAttentionBackend, "get_impl_cls", staticmethod(lambda: impl)),
         (CPUAttentionBackend, "get_builder_cls", staticmethod(lambda: builder)),
+        *kernels_moe.replacements(),
     ]
     saved = [(owner, name, vars(owner).get(name)) for owner, name, _ in replacements]
     try:

@@ -9,6 +9,7 @@ clip, no value model, no KL term, no division by a standard deviation. Gates and
 """
 
 import contextlib
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -79,12 +80,13 @@ class Learner:
 
     model: local Hugging Face folder; dtype: "bfloat16" or "float32" of the model that computes; kernels_mode: "aligned"
     (kernels.py) or "standard" (the stock transformers forward); device: "cpu" or "cuda:N". The model computes there; what
-    is per token (ratios, gates, metrics) is on the CPU. Raises ValueError for what has no aligned kernels.
+    is per token (ratios, gates, metrics) is on the CPU; routing: "own", or "replay" for the experts that the engine chose (with
+    standard kernels). Raises ValueError for what has no aligned kernels.
     """
 
     def __init__(self, model, dtype="bfloat16", kernels_mode="aligned", *, lr=1e-4, max_grad_norm=1.0, temperature=1.0,
                  tokens_per_microbatch=8192, gates=Gates(), audit=8, gradient_checkpointing=False, allow_mismatch=False,
-                 device=None):
+                 device=None, routing="own"):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.device = device or kernels_cuda.choose_devices()[1]
@@ -92,7 +94,7 @@ class Learner:
             kernels_cuda.prepare(kernels_mode, self.device)
         config = AutoConfig.from_pretrained(model)
         if kernels_mode == "aligned":
-            kernels.require_supported(config)
+            kernels.require_supported(config, self.device)
             kernels.load_ops()
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), use_safetensors=True)
         self.model.to(self.device).eval()  # eval: no dropout
@@ -105,6 +107,13 @@ class Learner:
         elif gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.train()
+        # Of a mixture of experts. A router's `chosen` [tokens, k] are the last forward's; `fed`: which of its rows the engine
+        # had too, all but the last of each sequence.
+        self.routers = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "experts")]
+        self.replay, self.fed, self.replayed = routing == "replay", None, None
+        if kernels_mode == "standard":
+            for i, router in enumerate(self.routers):
+                router.register_forward_hook(lambda router, _, out, i=i: self._route(router, i, *out))
 
         # Float32 master weights, flat: one tensor for the optimizer, the gradient and its norm. A bfloat16 weight would
         # swallow updates below 1/256 of its size.
@@ -142,6 +151,11 @@ class Learner:
         targets = torch.tensor([t for s in samples for t in s.response_ids], device=self.device)
         sizes = [len(s.response_ids) for s in samples]
         first = [len(s.prompt_ids) - 1 for s in samples]  # the position that predicts the first response token
+        if self.routers:
+            lengths = [len(s) for s in sequences]
+            starts = itertools.accumulate(lengths, initial=0) if self.mode == "aligned" else itertools.count(0, max(lengths))
+            self.fed = torch.cat([torch.arange(a, a + n - 1) for a, n in zip(starts, lengths)]).to(self.device)
+            self.replayed = torch.cat([s.experts for s in samples]).to(self.device).long() if self.replay else None
         if self.mode == "aligned":
             packed = kernels.pack(sequences, self.device)
             hidden = kernels.hidden_states(self.model, packed, self.cos_sin, self.gradient_checkpointing)
@@ -157,6 +171,16 @@ class Learner:
             hidden = self.model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
             hidden = torch.cat([hidden[i, f : f + n] for i, (f, n) in enumerate(zip(first, sizes))])
         return kernels.token_logprobs(hidden, self.model.lm_head, targets, self.temperature)
+
+    def _route(self, router, layer, logits, scores, experts):
+        """After a stock router: note its choice; with --routing replay, put the engine's choice in its place."""
+        router.chosen = experts
+        if self.replay:
+            experts = experts.index_copy(0, self.fed, self.replayed[:, layer])
+            scores = torch.softmax(logits, -1, dtype=torch.float32).gather(1, experts)
+            if router.norm_topk_prob:
+                scores = scores / scores.sum(-1, keepdim=True)
+            return logits, scores.to(logits.dtype), experts
 
     def microbatches(self, samples: list[Sample]) -> list[list[int]]:
         """Indices of samples, in order, cut where the tokens (prompts and responses) exceed --tokens-per-microbatch."""
@@ -202,7 +226,7 @@ class Learner:
         # in parts: one float32 sum over 2^28 squares would be several per cent too small
         parts = torch.stack([part.norm() for part in self.master.grad.split(2**16)])
         norm = math.sqrt(sum(part**2 for part in parts.tolist()))
-        metrics = batch_metrics(samples, step) | stats.metrics(self.gates.gate)
+        metrics = batch_metrics(samples, step) | stats.metrics(self.gates.gate) | expert_metrics(samples, self.model.config)
         # bad: not one token to learn from counts too, for its gradient is a finite 0
         bad = not math.isfinite(norm + metrics["loss"]) or metrics["nonfinite"] == metrics["tokens"]
         stepped = any(advantage) and not bad
@@ -239,7 +263,7 @@ class Learner:
         learner's own kernels at the weights that sampled them. Means of r - 1 - log r (Schulman 2020, k3)."""
         count = min(self.audit, len(samples))
         chosen = [i * len(samples) // count for i in range(count)]
-        mismatch, lag = [], []
+        mismatch, lag, flips = [], [], []
         for version in sorted({samples[i].version for i in chosen}):
             indices = [i for i in chosen if samples[i].version == version]
             with self.holding(weights_of(version)):
@@ -249,6 +273,10 @@ class Learner:
             same = (logp_v == logmu) | (logp_v.isnan() & logmu.isnan())  # NaN on both sides: bad weights, not other kernels
             mismatch.append((logp_v - logmu).masked_fill(same, 0.0)[sampled])
             lag.append((torch.cat([logp_now[i] for i in indices]) - logp_v)[sampled])
+            if self.routers and samples[0].experts is not None:
+                own = torch.stack([router.chosen[self.fed] for router in self.routers], 1).cpu()  # [fed, layers, k]
+                engine = torch.cat([samples[i].experts for i in indices])
+                flips.append((own.sort(-1)[0] != engine.sort(-1)[0]).flatten(1).any(1))
         if not chosen:
             return {}
         mismatch, lag = torch.cat(mismatch).double(), torch.cat(lag).double()
@@ -257,7 +285,7 @@ class Learner:
             "mismatch_max": mismatch.abs().max().item(),
             "mismatch_exact": (mismatch == 0).double().mean().item(),
             "lag_kl": k3(lag).mean().item(),
-        }
+        } | ({"route_flips": torch.cat(flips).double().mean().item()} if flips else {})
 
     # -- state for checkpoints
 
@@ -347,3 +375,12 @@ def batch_metrics(samples: list[Sample], step: int) -> dict[str, float]:
         "tokens": sum(sampled),
         "reward_errors": sum(bool(s.reward_error) for s in samples),
     }
+
+
+def expert_metrics(samples: list[Sample], config) -> dict[str, float]:
+    """Load balance: each expert's share of the choices, a mean over layers (expert_0, ...); the largest of any layer (expert_max)."""
+    if samples[0].experts is None:
+        return {}
+    chosen = torch.cat([s.experts for s in samples]).transpose(0, 1).flatten(1)  # [layers, tokens * k]
+    share = torch.stack([layer.bincount(minlength=config.num_experts) for layer in chosen]).double() / chosen.shape[1]
+    return {f"expert_{e}": s for e, s in enumerate(share.mean(0).tolist())} | {"expert_max": share.max().item()}

@@ -49,6 +49,7 @@ class Sample:
     group: int = 0  # samples of one prompt share a group
     reward: float = 0.0
     reward_error: str = ""  # what the task's reward function raised; the reward is then 0
+    experts: torch.Tensor | None = None  # [prompt + response - 1, layers, k] int16: whom the engine's routers chose (MoE)
 
 
 @dataclass
@@ -133,9 +134,13 @@ class Engine:
         torch.set_num_threads = set_num_threads
         self.engine = self.llm.llm_engine
         _ALIVE.append(self.llm)
+        self.experts = {}
         if self.stream is None:
             self.llm.collective_rpc(_use_plain_sampler)
-            _allocate_at_block_ends(self.engine.engine_core.engine_core.scheduler.kv_cache_manager)
+            scheduler = self.engine.engine_core.engine_core.scheduler
+            _allocate_at_block_ends(scheduler.kv_cache_manager)
+            (runner,) = self.llm.collective_rpc(lambda worker: worker.model_runner)
+            self.experts = _record_experts(runner, scheduler)
 
     def load(self, weights: dict[str, torch.Tensor], version: int) -> None:
         """Copy weights (parameter name of transformers -> tensor) into the engine and label it with their version.
@@ -153,7 +158,7 @@ class Engine:
             # loading builds the linear layers' dispatch anew
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
             if self.stream is None:
-                self.llm.collective_rpc(_renew_head)
+                self.llm.collective_rpc(_renew_packed)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache after a weight load: old keys and values would be reused")
         self.engine.set_weight_version(str(version))
@@ -182,6 +187,9 @@ class Engine:
                         if output.finished:
                             i = int(output.request_id)
                             turn = _append_turn(samples[i], output.outputs[0])
+                            if output.request_id in self.experts:
+                                fed = len(samples[i].prompt_ids + samples[i].response_ids) - 1
+                                samples[i].experts = self.experts.pop(output.request_id)[:fed]
                             if requests[i].follow_up and samples[i].finish == "stop":
                                 mask = samples[i].mask
                                 running[pool.submit(requests[i].follow_up, turn, sum(map(operator.gt, mask, mask[1:])))] = i
@@ -241,11 +249,44 @@ def _clear_kv_cache(worker) -> None:
         cache.zero_()
 
 
-def _renew_head(worker) -> None:
+def _renew_packed(worker) -> None:
     """Stock vLLM multiplies by a packed copy of lm_head's weight, which `reload_weights` does not renew when the head is
-    tied to the embedding: it would sample with the old one."""
+    tied to the embedding: it would sample with the old one. Its experts' weights it leaves unpacked where its kernel wants
+    them packed."""
     head = worker.model_runner.model.lm_head
     head.quant_method.process_weights_after_loading(head)
+    for experts in _experts(worker.model_runner.model):
+        experts.routed_experts.quant_method.moe_kernel.fused_experts.process_weights_after_loading(experts.routed_experts)
+
+
+def _experts(model) -> list:
+    """vLLM's experts, layer by layer, of a mixture of experts; empty otherwise."""
+    return [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+
+
+def _record_experts(runner, scheduler) -> dict[str, torch.Tensor]:
+    """Have vLLM's routers note whom they choose, in a table laid out as the KV cache, so that tokens which come from the prefix
+    cache have their experts too. Returns a dict that fills itself: id of a finished request -> the experts of its tokens but the
+    last, which is not fed. (vLLM's own enable_return_routed_experts needs a runner that needs Triton.)"""
+    from vllm.forward_context import get_forward_context
+
+    routers, free_blocks, found = [experts.router for experts in _experts(runner.model)], scheduler._free_blocks, {}
+    size = scheduler.cache_config.num_gpu_blocks, kernels.BLOCK, len(routers), routers[0].top_k if routers else 0
+    table = torch.zeros(size, dtype=torch.int16)
+
+    def capture(chosen, layer):
+        for at in list(get_forward_context().slot_mapping.values())[:1]:  # the same for all layers; none in a dry run
+            table.flatten(0, 1)[at, layer] = chosen.to(torch.int16)
+
+    def free(request):
+        (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        found[request.request_id.split("-")[0]] = table[blocks].flatten(0, 1)[: request.num_tokens - 1]
+        free_blocks(request)
+
+    for i, router in enumerate(routers):
+        router.set_capture_fn(lambda chosen, i=i: capture(chosen, i))
+        scheduler._free_blocks = free
+    return found
 
 
 def _allocate_at_block_ends(manager) -> None:

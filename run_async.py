@@ -41,7 +41,7 @@ class Config:
     """Train a language model by REINFORCE with rollouts up to --lag updates old."""
 
     model: str = "base"
-    """"base" (a small model made here for the task), a local Hugging Face folder, or a hub name."""
+    """"base" (a small model made here for the task), "base-moe" (a mixture of experts), a local Hugging Face folder, or a hub name."""
     env: str = "arith"
     """Task; see envs.py."""
     difficulty: str = ""
@@ -58,6 +58,8 @@ class Config:
     """Run the programs that the model writes without bubblewrap: with your rights, on your files."""
     kernels: Literal["aligned", "standard"] = "aligned"
     """aligned: rollout and learner give bit-identical log-probabilities; standard: stock vLLM and stock transformers."""
+    routing: Literal["own", "replay"] = "own"
+    """Baseline for a mixture of experts with standard kernels: the learner takes the experts that the engine chose."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the weights that both sides compute with; master weights and optimizer are float32."""
     lag: int = 8
@@ -192,6 +194,7 @@ def set_up(config: Config, run: "Run"):
         temperature=config.temperature, tokens_per_microbatch=config.tokens_per_microbatch, audit=config.audit,
         gates=Gates(config.gate, config.gate_threshold, ratio_cap=config.ratio_cap, importance_sampling=config.importance_sampling),
         gradient_checkpointing=config.gradient_checkpointing, allow_mismatch=config.allow_mismatch, device=learner_device,
+        routing=config.routing,
     )  # fmt: skip
     store = WeightStore()
     if run.saved:
@@ -281,6 +284,8 @@ def check(config: Config) -> None:
     if config.top_p != 1:
         raise UserError(f"--top-p {config.top_p:g}: must be 1; a truncated distribution gives probability 0 to tokens that the "
                         "learner's gives more, and importance sampling then no longer corrects for the lag")  # fmt: skip
+    if config.routing == "replay" and config.kernels == "aligned":
+        raise UserError("--routing replay: aligned kernels choose the same experts on both sides; it is for --kernels standard")
     if config.track != "none" and importlib.util.find_spec(config.track) is None:
         raise UserError(f"--track {config.track}: pip install {config.track}")
     devices(config)
@@ -331,9 +336,11 @@ def check_model(config: Config, path: pathlib.Path):
         task = load_env(config.env, tokenizer, config.seed, config.difficulty, config.max_turns, config.unsafe_sandbox,
                         data=config.data, data_fields=config.data_fields, skip_bad_rows=config.skip_bad_rows)  # fmt: skip
         if config.kernels == "aligned":
-            kernels.require_supported(model)
+            kernels.require_supported(model, devices(config)[1])
     except (ValueError, OSError) as error:
         raise UserError(str(error).strip().splitlines()[0]) from None
+    if config.routing == "replay" and model.model_type != "qwen3_moe":
+        raise UserError(f"--routing replay: --model {config.model} is not a Qwen3-MoE model")
     heldout = task.heldout(config.eval_problems) if config.eval_every else []
     if config.eval_every and not heldout:
         raise UserError(f"--eval-every {config.eval_every}: the task has no held-out problems; use --eval-every 0")
@@ -368,10 +375,10 @@ def parameters(path: pathlib.Path) -> int:
 
 def resolve_model(name: str, env: str = "arith") -> pathlib.Path:
     """A local folder for --model: an embedded base (made if need be), a folder, or a hub name (downloaded)."""
-    if name in ("base", "base-calc"):
+    if name in ("base", "base-calc", "base-moe"):
         import base
 
-        return base.make_base("calc" if "calc" in (env, name[5:]) else "arith")
+        return base.make_base("calc" if "calc" in (env, name[5:]) else "arith", moe=name == "base-moe")
     path = pathlib.Path(name)
     if (path / "metrics.jsonl").exists():  # a run of this project
         path = next(reversed(checkpoint.checkpoints(path)), None)

@@ -9,7 +9,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as run_async.py, which says w
 
 # Nothing but torch-free modules is imported here, so that `pytest --collect-only` is quick.
 
-ARCHITECTURES = ["qwen2", "qwen3", "qwen3-untied", "llama"]
+ARCHITECTURES = ["qwen2", "qwen3", "qwen3-untied", "llama", "qwen3-moe"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -100,9 +100,11 @@ def make_tiny(arch: str, dtype: str, path: pathlib.Path) -> None:
         "qwen3": dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=192),
         "qwen3-untied": dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=64, intermediate_size=128),
         "llama": dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=1, intermediate_size=320),
+        "qwen3-moe": dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, moe_intermediate_size=96,
+                          num_experts=6, num_experts_per_tok=3, norm_topk_prob=True),
     }[arch]
-    name = {"qwen2": "Qwen2", "llama": "Llama"}.get(arch, "Qwen3")
-    config = getattr(hf, f"{name}Config")(**size, **shape, tie_word_embeddings=arch == "qwen3")
+    name = {"qwen2": "Qwen2", "llama": "Llama", "qwen3-moe": "Qwen3Moe"}.get(arch, "Qwen3")
+    config = getattr(hf, f"{name}Config")(**size, **shape, tie_word_embeddings=arch in ("qwen3", "qwen3-moe"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(ARCHITECTURES.index(arch))
         model = getattr(hf, f"{name}ForCausalLM")(config)
