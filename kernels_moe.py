@@ -60,12 +60,10 @@ def replacements():
     from vllm.model_executor.models import qwen3_moe
 
     class Block(qwen3_moe.Qwen3MoeSparseMoeBlock):
-        trace = None  # for the locator in checks.py
-
         def forward(self, x):
-            router, experts = self.experts.router, self.experts.routed_experts
+            router, experts, trace = self.experts.router, self.experts.routed_experts, getattr(self, "trace", None)  # of checks.py
             logits, _ = self.gate(x)
-            out, chosen = moe(x, logits, experts.w13_weight, experts.w2_weight, router.top_k, router.renormalize, self.trace)
+            out, chosen = moe(x, logits, experts.w13_weight, experts.w2_weight, router.top_k, router.renormalize, trace)
             if router.capture_fn:
                 router.capture_fn(chosen)
             return out
