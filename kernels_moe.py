@@ -11,8 +11,8 @@ import kernels
 
 
 def route(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Router logits [T, E] -> (weights [T, k] float32, experts [T, k] int64 in ascending order): the k most probable, of equally
-    probable ones the lower. Softmax in float32; `normalise` divides the weights by their sum."""
+    """Router logits [T, E] -> (weights [T, k] float32, experts [T, k] int64, ascending): the k most probable, the lower of equally
+    probable ones. Softmax in float32; `normalise` divides the weights by their sum."""
     probabilities = torch.softmax(logits, -1, dtype=torch.float32)
     experts = probabilities.sort(stable=True, dim=-1, descending=True)[1][:, :top_k].sort(-1)[0]
     weights = probabilities.gather(1, experts)
@@ -22,8 +22,8 @@ def route(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tens
 
 
 def moe(x, logits, gate_up, down, top_k: int, normalise: bool, trace=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum over a token's experts e of weight_e * SwiGLU_e(x) [T, H], experts [T, k]) for x [T, H], router logits [T, E] and the
-    experts' matrices gate_up [E, 2I, H] and down [E, H, I]. Summed in float32 in ascending e, then rounded once."""
+    """(sum over a token's experts e of weight_e * SwiGLU_e(x) [T, H], experts [T, k]) for x [T, H], router logits [T, E] and
+    the experts' matrices gate_up [E, 2I, H] and down [E, H, I]. Summed in float32 in ascending e, then rounded once."""
     weights, experts = route(logits, top_k, normalise)
     # A row for each (token, expert), sorted by expert, those of an expert filled up with zeros to a multiple of 16. Rows are
     # moved by F.embedding: its backward adds in a fixed order.
@@ -61,11 +61,12 @@ def replacements():
 
     class Block(qwen3_moe.Qwen3MoeSparseMoeBlock):
         def forward(self, x):
-            router, experts, trace = self.experts.router, self.experts.routed_experts, getattr(self, "trace", None)  # of checks.py
-            logits, _ = self.gate(x)
-            out, chosen = moe(x, logits, experts.w13_weight, experts.w2_weight, router.top_k, router.renormalize, trace)
+            (logits, _), router, weights = self.gate(x), self.experts.router, self.experts.routed_experts
+            trace = getattr(self, "trace", None)  # for the locator in checks.py
+            out, chosen = moe(x, logits, weights.w13_weight, weights.w2_weight, router.top_k, router.renormalize, trace)
             if router.capture_fn:
                 router.capture_fn(chosen)
             return out
 
-    return [(qwen3_moe, "Qwen3MoeSparseMoeBlock", Block), (CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None)]
+    unpacked = CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None
+    return [(qwen3_moe, "Qwen3MoeSparseMoeBlock", Block), unpacked]
