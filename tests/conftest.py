@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import sys
 
 import pytest
 
@@ -149,6 +150,10 @@ def engine():
         key = str(model), dtype, kernels_mode, variant
         if key not in engines:
             sizes = dict(max_model_len=1024, max_seqs=64, gpu_memory_utilization=0.1)  # of one GPU for up to eight engines
+            parallel_state = sys.modules.get("vllm.distributed.parallel_state")
+            # vLLM makes the expert-parallel group with the process' first engine, and only if that is a mixture of experts
+            if parallel_state and parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+                parallel_state._EP = parallel_state.init_model_parallel_group([[0]], 0, "gloo", group_name="ep")
             engines[key] = Engine(key[0], dtype, kernels_mode, stop_ids={0}, **sizes)
             loaded = AutoModelForCausalLM.from_pretrained(key[0], dtype=getattr(torch, dtype))
             weights[key] = {name: p.detach().clone() for name, p in loaded.named_parameters()}
