@@ -189,7 +189,7 @@ class PythonTool:
     def use_python(self, max_turns: int, unsafe_sandbox: bool) -> None:
         """Raises ValueError, one line, where the sandbox cannot run."""
         require_sandbox(unsafe_sandbox)
-        self.max_turns, self.unsafe_sandbox = max_turns, unsafe_sandbox
+        self.max_turns, self.unsafe_sandbox, self.lock, self.runs = max_turns, unsafe_sandbox, threading.Lock(), {}
         # For output: a special token that a program printed is text. A tokenizer of its own, because split_special_tokens as an
         # argument is a state of the tokenizer, in which other threads would encode their templates.
         self.plain = copy.deepcopy(self.tokenizer)
@@ -206,7 +206,23 @@ class PythonTool:
         if calls + 1 >= self.max_turns or "\\boxed{" in text[blocks[-1].end() :]:
             return None
         end = self.tokenizer.decode(turn_ids[-1:]) if ended else ""
-        return self.tool_ids(run_python(blocks[-1].group(1), unsafe=self.unsafe_sandbox), end)
+        return self.tool_ids(self.run_once(blocks[-1].group(1)), end)
+
+    def run_once(self, code: str) -> str:
+        """What the program prints. The responses of a group often hold the same program: it runs for the first of them, as it
+        prints the same every time."""
+        with self.lock:
+            if first := code not in self.runs:
+                if len(self.runs) >= 1024:
+                    self.runs.clear()
+                self.runs[code] = Future()
+            run = self.runs[code]
+        if first:
+            try:
+                run.set_result(run_python(code, unsafe=self.unsafe_sandbox))
+            except BaseException as error:  # of the sandbox, not of the program
+                run.set_exception(error)
+        return run.result()
 
     def tool_ids(self, output: str, end: str) -> list[int]:
         """The tokens of a tool's output: the next message of the chat template if there is one, else a fenced block. end: the

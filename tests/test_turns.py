@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import base
+import envs
 import run_async
 import sandbox
 from envs import load_env
@@ -363,3 +365,24 @@ def test_python_is_a_data_set_with_the_tool(tmp_path):
     call = f"```python\nprint({problem.prompt.split()[3]}**2)\n```\n"
     assert turn(task, call) == f"```output\n{problem.answer}\n```\n"
     assert task.reward(problem, call + f"\\boxed{{{problem.answer}}}") == 1
+
+
+def test_a_program_that_several_responses_hold_runs_once(monkeypatch):
+    calc, ran = load_env("calc", base.make_tokenizer()), []
+
+    def slow(code, unsafe):
+        ran.append(code)
+        time.sleep(0.2)
+        return code
+
+    monkeypatch.setattr(envs, "run_python", slow)
+    with ThreadPoolExecutor(8) as pool:
+        outputs = list(pool.map(calc.run_once, ["print(1)", "print(2)"] * 8))
+    assert sorted(ran) == ["print(1)", "print(2)"] and outputs == ["print(1)", "print(2)"] * 8
+
+    def broken(code, unsafe):
+        raise OSError("no sandbox")
+
+    monkeypatch.setattr(envs, "run_python", broken)
+    with pytest.raises(OSError, match="no sandbox"):
+        calc.run_once("print(3)")
