@@ -57,6 +57,11 @@ def keep_freed_memory() -> None:
             libc.mallopt(option, 2**31 - 1)
 
 
+def return_freed_memory() -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 def require_supported(config, device="cpu") -> None:
     """Raise ValueError with one line unless every leaf operation of the architecture has an aligned version."""
     missing = None
