@@ -10,8 +10,6 @@ import multiprocessing
 import pathlib
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Literal
 
@@ -130,8 +128,35 @@ def load_bench(name: str, tokenizer, config: Config):
     return task, task.heldout(config.problems or None)
 
 
+def in_a_process(config: Config, name: str, path: pathlib.Path, log: pathlib.Path) -> dict:
+    """`evaluate_model` in a process of its own: only when that ends, vLLM's memory is free. Raises UserError if it fails."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_evaluate_and_send, args=(sender, config, name, path, log))
+    process.start()
+    sender.close()
+    try:
+        found = receiver.recv()
+    except EOFError:
+        raise UserError(f"--model {name}: the evaluation failed or was killed, perhaps for memory; {log} says more") from None
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(found, UserError):
+        raise found
+    return found
+
+
+def _evaluate_and_send(sender, *args) -> None:
+    try:
+        found = evaluate_model(*args)
+    except UserError as error:
+        found = error
+    sender.send(found)
+
+
 def evaluate_model(config: Config, name: str, path: pathlib.Path, log: pathlib.Path) -> dict:
-    """Results and answers of one model. Runs in a process of its own: only when that ends, vLLM's memory is free."""
+    """Results and answers of one model."""
     console = quiet(log)
     import torch
     from tqdm import tqdm
@@ -196,17 +221,13 @@ def main(args: list[str] | None = None) -> int:
         require(config, least, {"temperature": 100, "top_p": 1})
         paths = [resolve_model(name) for name in config.model]
         out.parent.mkdir(parents=True, exist_ok=True)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-            try:  # one after the other: after an error none is started any more
-                models = [pool.submit(evaluate_model, config, *m, log).result() for m in zip(config.model, paths)]
-            except BaseException:
-                for child in multiprocessing.active_children():  # or the pool waits for what it is doing
-                    child.kill()
-                raise
-    except (UserError, OSError, BrokenProcessPool, KeyboardInterrupt) as error:
-        reason = {BrokenProcessPool: f"the process was killed; perhaps memory ran out, see {log}", KeyboardInterrupt: "interrupted"}
-        print(f"eval.py: {reason.get(type(error), error)}", file=sys.stderr)
-        return 130 if isinstance(error, KeyboardInterrupt) else 2
+        models = [in_a_process(config, *m, log) for m in zip(config.model, paths)]
+    except (UserError, OSError) as error:
+        print(f"eval.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("eval.py: interrupted", file=sys.stderr)
+        return 130
     rows = compare(models)
     out.write_text(json.dumps({"settings": dataclasses.asdict(config), "results": rows, "models": models}, indent=1) + "\n")
     print(pandas.DataFrame(rows, dtype=object).to_string(index=False, na_rep="", float_format="{:.3f}".format))

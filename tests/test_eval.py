@@ -279,7 +279,7 @@ def test_a_benchmark_that_is_not_there_is_refused_with_the_flag_named(bench, dat
 @pytest.mark.parametrize("flag, value", [("samples", 0), ("problems", -1), ("temperature", -1), ("temperature", "nan"), ("top-p", 0),
                                          ("top-p", 1.5), ("max-new-tokens", -1), ("seed", -1), ("model", "nowhere/at/all")])  # fmt: skip
 def test_settings_that_cannot_be_are_refused_before_anything_starts(flag, value, base_model, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(evaluation, "ProcessPoolExecutor", None)
+    monkeypatch.setattr(evaluation, "in_a_process", None)
     assert evaluation.main(["--model", str(base_model), f"--{flag}", str(value), "--out", str(tmp_path / "x" / "e.json")]) == 2
     assert capsys.readouterr().err.startswith(f"eval.py: --{flag} ") and not (tmp_path / "x").exists()
 
@@ -311,7 +311,7 @@ def test_an_evaluation_that_is_stopped_ends_at_once_and_says_so_in_a_line(how, b
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    said = {"Ctrl-C": "eval.py: interrupted\n", "killed": f"eval.py: the process was killed; perhaps memory ran out, see {tmp_path}/e.log\n"}
+    said = {"Ctrl-C": "eval.py: interrupted\n", "killed": f"eval.py: --model base: the evaluation failed or was killed, perhaps for memory; {tmp_path}/e.log says more\n"}
     assert (tmp_path / "err").read_text() == said[how] and not (tmp_path / "e.json").exists()
 
 
