@@ -174,6 +174,8 @@ def evaluate_model(config: Config, name: str, path: pathlib.Path, log: pathlib.P
         raise UserError(str(error).strip().splitlines()[0]) from None
     requests = {b: requests_of(task, problems, config.samples, config.seed, config.top_p) for b, (task, problems) in benches.items()}
     longest, positions = max(len(r.prompt_ids) for several in requests.values() for r in several), model.max_position_embeddings
+    if longest >= positions:
+        raise UserError(f"--bench {config.bench}: the longest prompt has {longest} tokens, the model {positions} positions")
     new = config.max_new_tokens or min(positions - longest, 4096)
     if not 0 < new <= positions - longest:
         raise UserError(f"--max-new-tokens {new}: the longest prompt has {longest} tokens, the model {positions} positions")

@@ -43,7 +43,7 @@ class Config:
     model: str = "base"
     """"base" (a small model made here for the task), "base-moe" (a mixture of experts), a local Hugging Face folder, or a hub name."""
     env: str = "arith"
-    """Task; see envs.py."""
+    """Task: arith, calc, gsm8k, math, dapo, deepscaler, countdown, python or jsonl; see envs.py."""
     difficulty: str = ""
     """Setting of the task; arith: number of terms of a sum (4), or "words" for chat models; calc: digits of a number (3)."""
     data: str | None = None
@@ -349,7 +349,7 @@ def check_model(config: Config, path: pathlib.Path):
                                    ("--eval-max-new-tokens", config.eval_max_new_tokens or config.max_new_tokens, heldout)):  # fmt: skip
         if long := too_long(task, problems, model.max_position_embeddings - length):
             raise UserError(f"{flag} {length}: with {len(long)} of {len(problems)} prompts it exceeds the model's "
-                            f"{model.max_position_embeddings} positions; the longest has {max(len(task.prompt_ids(p)) for p in long)}")  # fmt: skip
+                            f"{model.max_position_embeddings} positions (the longest has {max(len(task.prompt_ids(p)) for p in long)} tokens); lower it, or use other --data or a --model with more")  # fmt: skip
     learner = devices(config)[1]
     free = (psutil.virtual_memory().available if learner == "cpu" else torch.cuda.mem_get_info(learner)[0]) / 1e9
     need = (config.lag + 1) * size
