@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import pandas
 import tyro
 
 from envs import Dataset, grade, load_env, read_problems
@@ -230,6 +229,8 @@ def main(args: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("eval.py: interrupted", file=sys.stderr)
         return 130
+    import pandas  # here: 60 MB, of which the evaluations of a training run need none
+
     rows = compare(models)
     out.write_text(json.dumps({"settings": dataclasses.asdict(config), "results": rows, "models": models}, indent=1) + "\n")
     print(pandas.DataFrame(rows, dtype=object).to_string(index=False, na_rep="", float_format="{:.3f}".format))
