@@ -5,6 +5,7 @@ vLLM already: 5 s a run, not 12.
 """
 
 import dataclasses
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -428,7 +429,8 @@ def refused(capsys, folder, *args) -> str:
 
 @pytest.mark.parametrize("flag, args", [(flag, args) for flag, several in BAD.items() for args in several], ids=lambda x: x)
 def test_bad_input_is_refused_in_one_line_that_names_the_flag(flag, args, capsys, tmp_path, monkeypatch, base_model, nothing_starts):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find_spec, trackers = importlib.util.find_spec, ("tensorboard", "wandb", "trackio")  # transformers asks, too, when it is imported
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *args: None if name in trackers else find_spec(name, *args))
     monkeypatch.setattr("huggingface_hub.snapshot_download", None)
     try:
         err = refused(capsys, tmp_path / "run", *args.split())
