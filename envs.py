@@ -1,7 +1,7 @@
 """Tasks: problems, prompts and rewards.
 
-A task is an object with `train(batch, n)`, `heldout(n)`, `prompt_ids(problem)` and `reward(problem, response)`; that is all the
-rollout and the evaluation know about it. Rewards are computed from text, training is on token ids: nothing here re-tokenises
+A task is an object with `train(batch, n)`, `heldout(n)`, `prompt_ids(problem)` and `reward(problem, response)` and, for tools, `stop`
+and `follow_up`; that is all the rollout and the evaluation know about it. Rewards are computed from text, training is on token ids: nothing here re-tokenises
 a response.
 """
 

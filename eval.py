@@ -179,8 +179,7 @@ def evaluate_model(config: Config, name: str, path: pathlib.Path, log: pathlib.P
     if not 0 < new <= positions - longest:
         raise UserError(f"--max-new-tokens {new}: the longest prompt has {longest} tokens, the model {positions} positions")
     dtype = config.dtype if config.dtype != "auto" else "float32" if model.dtype == torch.float32 else "bfloat16"
-    stop_ids = {tokenizer.eos_token_id, *eos_of(path)} - {None}
-    engine = Engine(str(path), dtype, config.kernels, max_model_len=longest + new, max_seqs=256, stop_ids=stop_ids,
+    engine = Engine(str(path), dtype, config.kernels, max_model_len=longest + new, max_seqs=256, stop_ids=eos_of(path, tokenizer),
                     stop={s for task, _ in benches.values() for s in task.stop})  # fmt: skip
     engine.engine.set_weight_version("0")
     engine.version = 0  # what vLLM has read from the files

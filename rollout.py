@@ -271,8 +271,9 @@ def _record_experts(runner, scheduler) -> dict[str, torch.Tensor]:
     from vllm.forward_context import get_forward_context
 
     routers, free_blocks, found = [experts.router for experts in _experts(runner.model)], scheduler._free_blocks, {}
-    size = scheduler.cache_config.num_gpu_blocks, kernels.BLOCK, len(routers), routers[0].top_k if routers else 0
-    table = torch.zeros(size, dtype=torch.int16)
+    if not routers:
+        return found
+    table = torch.zeros(scheduler.cache_config.num_gpu_blocks, kernels.BLOCK, len(routers), routers[0].top_k, dtype=torch.int16)
 
     def capture(chosen, layer):
         for at in list(get_forward_context().slot_mapping.values())[:1]:  # the same for all layers; none in a dry run
@@ -285,7 +286,7 @@ def _record_experts(runner, scheduler) -> dict[str, torch.Tensor]:
 
     for i, router in enumerate(routers):
         router.set_capture_fn(lambda chosen, i=i: capture(chosen, i))
-        scheduler._free_blocks = free
+    scheduler._free_blocks = free
     return found
 
 

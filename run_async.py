@@ -202,7 +202,7 @@ def set_up(config: Config, run: "Run"):
     store.publish(run.done, learner.weights())
     engine = Engine(
         str(run.model_path), config.dtype, config.kernels, max_model_len=min(learner.model.config.max_position_embeddings, 32768),
-        max_seqs=min(config.prompts * config.group_size, 256), stop_ids={run.tokenizer.eos_token_id, *eos_of(run.model_path)} - {None},
+        max_seqs=min(config.prompts * config.group_size, 256), stop_ids=eos_of(run.model_path, run.tokenizer),
         seed=config.seed, stop=run.task.stop, device=engine_device, gpu_memory_utilization=memory,
     )  # fmt: skip
     torch.set_num_threads(config.learner_threads or default_threads(config.lag))
@@ -400,13 +400,14 @@ def resolve_model(name: str, env: str = "arith") -> pathlib.Path:
         raise UserError(f"--model {name}: neither a folder nor a model that the hub gives ({type(error).__name__})") from None
 
 
-def eos_of(path) -> set:
-    """End-of-sequence ids of the model's generation_config.json: the one thing that is taken from it."""
+def eos_of(path, tokenizer) -> set[int]:
+    """Ids that end a response: the tokenizer's end-of-sequence token, and those of the model's generation_config.json, the one
+    thing that is taken from it."""
     try:
         ids = json.loads((pathlib.Path(path) / "generation_config.json").read_text()).get("eos_token_id")
     except (OSError, ValueError):
-        return set()
-    return set(ids) if isinstance(ids, list) else {ids}
+        ids = None
+    return {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None}
 
 
 def default_threads(lag: int) -> int:
