@@ -64,6 +64,17 @@ def pytest_terminal_summary(terminalreporter, config):
             terminalreporter.write_line(f"FAILED {test}: skipped in CI ({reason}); only \"needs CUDA...\" may be", red=True)
 
 
+class Beside:
+    """Files in ../shared/data, beside the checkout. A test that asks for one is skipped where they are not; CI has them."""
+
+    folder = pathlib.Path(__file__).resolve().parents[2] / "shared" / "data"
+
+    def __truediv__(self, name: str) -> pathlib.Path:
+        if not self.folder.is_dir():
+            pytest.skip("needs ../shared/data beside the checkout")
+        return self.folder / name
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Threads, models, engines
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import Beside
 
 import base
 from envs import Dataset, Problem, grade, last_boxed, load_env, read_problems, too_long
@@ -218,7 +219,7 @@ def test_the_whole_base_model_is_the_same_bytes_for_the_same_seed_and_solves_abo
 # ---------------------------------------------------------------------------------------------------------------------
 # Data sets
 
-DATA = pathlib.Path(base.__file__).resolve().parent.parent / "shared" / "data"
+DATA = Beside()
 FILES = {  # (file, task): rows
     ("gsm8k_train.jsonl.gz", "gsm8k"): 7473,
     ("gsm8k_test.jsonl", "gsm8k"): 1319,

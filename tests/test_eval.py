@@ -13,6 +13,7 @@ import time
 import numpy as np
 import psutil
 import pytest
+from conftest import Beside
 
 import eval as evaluation
 import run_async
@@ -20,7 +21,7 @@ from envs import Dataset, Problem, last_boxed, load_env
 from eval import Config, compare, load_bench, mean_and_interval, pass_at_k, requests_of, score
 
 ROOT = pathlib.Path(run_async.__file__).parent
-DATA = ROOT.resolve().parent / "shared" / "data"
+DATA = Beside()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ def test_a_run_on_a_file_of_problems_writes_what_it_read_and_its_rewards(base_mo
 @pytest.mark.parametrize("bench, problems", {"aime24": 30, "aime25": 30, "amc23": 40, "math500": 500, "minerva": 272,
                                              "olympiad": 675, "gsm8k": 1319}.items())  # fmt: skip
 def test_every_benchmark_is_found_in_the_data_folder_with_all_its_problems(bench, problems, arith):
-    config = Config(model=["base"], data_dir=str(DATA))
+    config = Config(model=["base"], data_dir=str(DATA / ""))
     task, found = load_bench(bench, arith.tokenizer, config)
     assert len(found) == problems and task.problems == []
     config.problems = 7
