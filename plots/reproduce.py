@@ -3,8 +3,12 @@
     python plots/reproduce.py                            # every arm, 1,500 updates each: some hours on two cores
     python plots/reproduce.py --arms aligned-lag8 standard-lag8 --updates 300 --seeds 1
 
+    python plots/reproduce.py --arms speed               # updates per second, short runs; on an otherwise idle machine
+
 An arm that is done is skipped, one that was interrupted goes on at its last checkpoint. Logs are kept, compressed, in
-plots/logs, with the command, versions, machine and wall time of each; `make plots` draws from them alone.
+plots/logs, with the command, versions, machine and wall time of each; `make plots` draws from them alone. Nothing but the
+speed arms depends on timing, so two of these may run at once on other --arms, `taskset -c 0` and `taskset -c 1`: on two
+cores that is a third faster than one after the other.
 """
 
 import argparse
@@ -46,20 +50,29 @@ DRIFT = {
     }.items()
     for kernels in ("aligned", "standard")
 }
+# Updates per second. Seeds are rounds here: every arm once, then every arm again.
+SPEED = {
+    f"speed-{kernels}-lag{lag}": (f"--kernels {kernels} --lag {lag} --eval-every 0", 2)
+    for kernels, lags in {"aligned": (0, 2, 8, 64), "standard": (0, 8)}.items()
+    for lag in lags
+}
 # A real language model; --model takes SmolLM2-135M-Instruct from --smollm2.
 WORDS = {
     f"{kernels}-smollm2": (f"--kernels {kernels} --env arith --difficulty words --lag 4 --prompts 16 --lr 1e-5 --eval-every 0", 1)
     for kernels in ("aligned", "standard")
 }
+GROUPS = {"main": MAIN, "drift": DRIFT, "speed": SPEED, "smollm2": WORDS}
+ALL = {arm: setting for group in GROUPS.values() for arm, setting in group.items()}
+SHORT = dict.fromkeys(SPEED, 120) | dict.fromkeys(WORDS, 60)  # at most so many updates
 KEPT = ("step reward kl d3 mismatch_kl mismatch_max mismatch_exact lag lag_kl ratio_max ess rejected entropy grad_norm response_len truncated "
         "tokens nonfinite t_wait t_learn t_rollout t_sync wall").split()  # fmt: skip
 
 
 def command(arm: str, seed: int, updates: int, smollm2: str) -> list[str]:
     """The arguments of run_async.py, without --out."""
-    flags, _ = (MAIN | DRIFT | WORDS)[arm]
+    flags, _ = ALL[arm]
     model = ["--model", smollm2] if arm in WORDS else []
-    evaluate = [] if arm in WORDS else ["--eval-every", "100"]
+    evaluate = [] if "--eval-every" in flags else ["--eval-every", "100"]
     return [*shlex.split(flags), *model, "--steps", str(updates), "--seed", str(seed), *evaluate]
 
 
@@ -114,21 +127,19 @@ def done(arm: str, seed: int, updates: int) -> bool:
 def main():
     from tqdm import tqdm
 
-    arms = MAIN | DRIFT | WORDS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", default=list(MAIN), choices=[*arms, "main", "drift", "smollm2"], metavar="ARM",
-                        help=f"main (default), drift, smollm2, or some of: {', '.join(arms)}")  # fmt: skip
-    parser.add_argument("--updates", type=int, default=1500, help="per arm; the arms of smollm2 get at most 60")
-    parser.add_argument("--seeds", type=int, help="per arm; the default is 2 for aligned-lag8 and standard-lag8, else 1")
+    parser.add_argument("--arms", nargs="+", default=list(MAIN), choices=[*ALL, *GROUPS], metavar="ARM",
+                        help=f"{', '.join(GROUPS)} (main by default), or some of: {', '.join(ALL)}")  # fmt: skip
+    parser.add_argument("--updates", type=int, default=1500, help="per arm; those of speed get at most 120, of smollm2 60")
+    parser.add_argument("--seeds", type=int, help="per arm; the default is 2 for aligned-lag8, standard-lag8 and speed, else 1")
     parser.add_argument("--smollm2", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="folder or hub name, for the arms of smollm2")
     args = parser.parse_args()
-    groups = {"main": MAIN, "drift": DRIFT, "smollm2": WORDS}
-    chosen = [name for arm in args.arms for name in groups.get(arm, [arm])]
-    jobs = [(arm, seed) for arm in chosen for seed in range(args.seeds or arms[arm][1])]
+    chosen = [name for arm in args.arms for name in GROUPS.get(arm, [arm])]
+    jobs = [(arm, seed) for arm in chosen for seed in range(args.seeds or ALL[arm][1])]
     jobs.sort(key=lambda job: job[1])  # a first seed of every arm, then second seeds
     with tqdm(jobs, unit="run") as bar:
         for arm, seed in bar:
-            updates = min(args.updates, 60) if arm in WORDS else args.updates
+            updates = min(args.updates, SHORT.get(arm, args.updates))
             bar.set_description(f"{arm}, seed {seed}")
             if not done(arm, seed, updates):
                 run(arm, seed, updates, args.smollm2)
