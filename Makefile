@@ -27,7 +27,7 @@ bench: setup
 	$(PY) plots/bench.py $(ARGS)
 
 plots: setup
-	$(PY) plots/figures.py $(ARGS)
+	$(PY) plots/figures.py --logs $(ARGS)
 
 # TRL pins other versions than vLLM does, so the baseline gets an environment of its own.
 bench-trl: .venv-trl/installed-requirements-trl.txt
