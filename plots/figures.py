@@ -108,7 +108,7 @@ def smooth(values: list[float], window: int = 20) -> list[float]:
 # The comparison: arms of reproduce.py
 
 
-DRIFT = {"lag8": "the default: lag 8, learning rate 4e-5", "lr1e-4": "learning rate 1e-4", "noclip": "no clipping", "lag64-noclip": "lag 64, no clipping",
+DRIFT = {"lr2e-5": "learning rate 2e-5", "lag8": "the default: lag 8, learning rate 4e-5", "lr1e-4": "learning rate 1e-4", "noclip": "no clipping", "lag64-noclip": "lag 64, no clipping",
          "8terms": "8 terms, 64 tokens"}  # fmt: skip
 SPEED = ("speed-aligned-lag0", "speed-aligned-lag2", "speed-aligned-lag8", "speed-aligned-lag64", "speed-standard-lag0", "speed-standard-lag8")
 # name: (label, colour, line style)
@@ -135,19 +135,19 @@ def load(logs: pathlib.Path) -> dict[str, list[dict]]:
     return runs
 
 
-def curve(axis, runs, arm: str, key: str, window: int = 50, table: str = "m", x: str = "step", label: str = "") -> None:
-    """The mean over seeds, and the seeds' spread as a band."""
+def curve(axis, runs, arm: str, key: str, window: int = 50, table: str = "m", x: str = "step", label: str = "", line: str = "") -> None:
+    """The mean over seeds, and the seeds' spread as a band; line: a style other than the arm's."""
     if arm not in runs:
         return
     kernels = arm.partition("-")[0]
-    name, colour, line = ARMS.get(arm, (kernels, *{"aligned": (BLUE, "-"), "standard": (ORANGE, "--")}[kernels]))
+    name, colour, style = ARMS.get(arm, (kernels, *{"aligned": (BLUE, "-"), "standard": (ORANGE, "--")}[kernels]))
     seeds = [(r[table][x], smooth(r[table][key], window)) for r in runs[arm] if key in r[table]]
     if not seeds:
         return
     n = min(len(ys) for _, ys in seeds)
     columns = [[max(ys[i], FLOOR) if axis.get_yscale() == "log" else ys[i] for _, ys in seeds] for i in range(n)]
     xs = seeds[0][0][:n]
-    axis.plot(xs, [sum(c) / len(c) for c in columns], color=colour, linestyle=line, linewidth=1.3, label=name + label)
+    axis.plot(xs, [sum(c) / len(c) for c in columns], color=colour, linestyle=line or style, linewidth=1.3 if window > 1 or table == "e" else 0.8, label=name + label)
     if len(seeds) > 1:
         axis.fill_between(xs, [min(c) for c in columns], [max(c) for c in columns], color=colour, alpha=0.2, linewidth=0)
 
@@ -174,7 +174,7 @@ def draw_gaps(axis, runs):
     for arm in ("aligned-lag8", "standard-lag8"):
         curve(axis, runs, arm, "mismatch_kl", label=": kernel mismatch")
     for arm in ("aligned-lag2", "aligned-lag8", "aligned-lag64"):
-        curve(axis, runs, arm, "lag_kl", label=": policy lag")
+        curve(axis, runs, arm, "lag_kl", label=": policy lag", line=":")
     aligned = [v for arm in ARMS if arm.startswith("aligned") for v in every(runs, arm, "mismatch_max")]
     zero = f"is 0 in all {len(aligned):,} updates" if aligned and max(aligned) == 0 else f"reaches {max(aligned, default=math.nan):.2g}"
     title = f"Aligned kernels' mismatch {zero};\nstandard kernels' median is {median(every(runs, 'standard-lag8', 'mismatch_kl')):.1e}"
@@ -194,6 +194,7 @@ def draw_d3(axis, runs):
     axis.set_yscale("log")
     for arm in ("aligned-lag2", "aligned-lag8", "aligned-lag64", "standard-lag8", "standard-lag0"):
         curve(axis, runs, arm, "d3", window=1, label=f", peak / median {peak_over_median(runs, arm):.1f}" if arm in runs else "")
+    axis.set_ylim(1e-6, None)  # the first update has no lag: D3 is 0 there, or as good as
     a, b = (peak_over_median(runs, arm) for arm in ("aligned-lag8", "standard-lag8"))
     finish(axis, f"D3, peak / median at lag 8: aligned {a:.1f}, standard {b:.1f}", "mean of w - 1 - log w")
 

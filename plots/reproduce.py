@@ -43,6 +43,7 @@ MAIN = {
 DRIFT = {
     f"{kernels}-{name}": (f"--kernels {kernels} {flags}", 1)
     for name, flags in {
+        "lr2e-5": "--lag 8 --lr 2e-5",
         "lr1e-4": "--lag 8 --lr 1e-4",
         "noclip": "--lag 8 --max-grad-norm 0",
         "lag64-noclip": "--lag 64 --max-grad-norm 0",
