@@ -2,16 +2,17 @@
 
 "base" is warm-started on worked additions in which three steps in twenty slip, so it knows the format, is right about half of
 the time, and has something to gain from reinforcement learning on nearly every prompt. "base-calc" has seen sums of larger
-numbers that are mostly guessed, wrongly, and now and then handed to Python. `python base.py` makes one and measures it.
+numbers that are mostly guessed, wrongly, and now and then handed to Python. `python base.py` makes one, and
+`python eval.py --model base --bench arith` measures it.
 """
 
-import argparse
 import hashlib
 import json
 import os
 import pathlib
 import random
 import tempfile
+from typing import Literal
 
 # every character that a task may use; ids 0 and 1 are the special tokens, then come these, 64 in all
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz \n+-*/=(){}[]<>\\`.,:;?!'\"_"
@@ -25,17 +26,10 @@ MODEL = dict(
 EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True,
                initializer_range=0.08)  # fmt: skip  (with 0.06 the same warm start gets 0.91 right when greedy, with this 0.97)
 WARM_START = {  # by task; version: of everything below that these settings do not say; a new number makes a new folder
-    "arith": dict(
-        version=1, difficulty=4,
-        slip=0.15,  # chance that a running total in the data is wrong
-        steps=300, batch=64, lr=3e-3,
-    ),
-    "calc": dict(
-        version=1, difficulty=3,
-        tool=0.3,  # share of the data that calls the tool; the rest guesses
-        steps=300, batch=64, lr=3e-3,
-    ),
-}  # fmt: skip
+    # slip: chance that a running total in the data is wrong; tool: share of the data that calls the tool, the rest guesses
+    "arith": dict(version=1, difficulty=4, slip=0.15, steps=300, batch=64, lr=3e-3),
+    "calc": dict(version=1, difficulty=3, tool=0.3, steps=300, batch=64, lr=3e-3),
+}
 
 
 def cache_dir() -> pathlib.Path:
@@ -43,7 +37,7 @@ def cache_dir() -> pathlib.Path:
     return pathlib.Path(os.environ.get("REINFORCE_ZERO_CACHE") or "~/.cache/reinforce-zero").expanduser()
 
 
-def make_base(task: str = "arith", seed: int = 0, progress: bool = True, moe: bool = False) -> pathlib.Path:
+def make_base(task: Literal["arith", "calc"] = "arith", seed: int = 0, progress: bool = True, moe: bool = False) -> pathlib.Path:
     """The folder of a task's base model (Hugging Face format, bfloat16), made first if the cache lacks it (about a minute).
 
     The same seed gives the same files byte for byte on the same kind of CPU. `progress` shows a progress bar; `moe` makes the
@@ -93,22 +87,19 @@ def new_model(tokenizer, size=MODEL):
     return AutoModelForCausalLM.from_config(config(vocab_size=len(tokenizer), **size, **special))
 
 
-def worked_sum(prompt: str, rng: random.Random, slip: float) -> str:
-    """Running totals, then the last one boxed: "3+8+5+9=" gives "11 16 25 \\boxed{25}".
-
-    Each total is wrong by 1 or 10 with probability `slip`, and what follows goes on from the wrong one.
-    """
+def worked_sum(prompt: str, rng: random.Random, slip: float) -> list[tuple[str, bool]]:
+    """A response to "3+8+5+9=" as (text, whether the model writes it): running totals, then the last one boxed, "11 16 25
+    \\boxed{25}". Each total is wrong by 1 or 10 with probability `slip`, and what follows goes on from the wrong one."""
     first, *rest = map(int, prompt.rstrip("=").split("+"))
     totals = [first]
     for term in rest:
         error = rng.choice((-1, 1, 10)) if rng.random() < slip else 0
         totals.append(max(0, totals[-1] + term + error))
-    return f"{' '.join(map(str, totals[1:]))} \\boxed{{{totals[-1]}}}"
+    return [(f"{' '.join(map(str, totals[1:]))} \\boxed{{{totals[-1]}}}", True)]
 
 
 def tool_or_guess(prompt: str, rng: random.Random, tool: float) -> list[tuple[str, bool]]:
-    """A response to "347+862=" as (text, whether the model writes it): with probability `tool` a call of Python, its output and
-    the answer, else a guess."""
+    """A response to "347+862=", likewise: with probability `tool` a call of Python, its output and the answer, else a guess."""
     total = sum(map(int, prompt.rstrip("=").split("+")))
     if rng.random() >= tool:
         return [(f"\\boxed{{{rng.randrange(2 * total)}}}", True)]
@@ -125,6 +116,7 @@ def warm_start(tokenizer, task: str, seed: int, progress: bool, size=MODEL):
     from envs import load_env
 
     recipe = WARM_START[task]
+    respond, chance = (worked_sum, recipe["slip"]) if task == "arith" else (tool_or_guess, recipe["tool"])
     env = load_env(task, tokenizer, seed, recipe["difficulty"])
     threads = torch.get_num_threads()
     # one thread: the order of float sums follows the thread count, so the weights would follow the machine; and on a busy
@@ -137,13 +129,9 @@ def warm_start(tokenizer, task: str, seed: int, progress: bool, size=MODEL):
         optimizer = torch.optim.AdamW(model.parameters(), lr=recipe["lr"], betas=(0.9, 0.98), weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe["lr"], total_steps=recipe["steps"], pct_start=0.1)
         for step in (bar := trange(recipe["steps"], desc="making the base model", disable=not progress)):
-            tokens, labels = [], []
-            rng = random.Random(f"warm-start/{seed}/{step}")
+            tokens, labels, rng = [], [], random.Random(f"warm-start/{seed}/{step}")
             for problem in env.train(step, recipe["batch"]):
-                if task == "arith":
-                    parts = [(worked_sum(problem.prompt, rng, recipe["slip"]), True)]
-                else:
-                    parts = tool_or_guess(problem.prompt, rng, recipe["tool"])
+                parts = respond(problem.prompt, rng, chance)
                 parts = [(tokenizer.encode(text), written) for text, written in parts] + [([tokenizer.eos_token_id], True)]
                 parts.insert(0, (env.prompt_ids(problem), False))
                 tokens.append(torch.tensor([i for ids, _ in parts for i in ids]))
@@ -164,47 +152,7 @@ def warm_start(tokenizer, task: str, seed: int, progress: bool, size=MODEL):
     return model.to(torch.bfloat16)
 
 
-def sample(model, tokenizer, prompts: list[list[int]], seed: int = 0, max_new_tokens: int = 48) -> list[str]:
-    """One response to each of `prompts` (all of one length) at temperature 1, without a key-value cache; for the report below."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor(prompts)  # [B, L]
-    ended = torch.zeros(len(prompts), dtype=torch.bool)
-    for _ in range(max_new_tokens):
-        with torch.inference_mode():
-            logits = model(tokens, use_cache=False, logits_to_keep=1).logits[:, -1].float()  # [B, V]
-        token = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-        token[ended] = tokenizer.pad_token_id
-        tokens = torch.cat([tokens, token], dim=1)
-        ended |= token[:, 0] == tokenizer.eos_token_id
-        if ended.all():
-            break
-    return [tokenizer.decode(row).replace(tokenizer.pad_token, "") for row in tokens[:, len(prompts[0]) :].tolist()]
-
-
-def main():
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from envs import load_env
-
-    parser = argparse.ArgumentParser(description="Make the small base model (kept in $REINFORCE_ZERO_CACHE) and measure it.")
-    parser.add_argument("--task", default="arith", choices=list(WARM_START), help="arith: base; calc: base-calc")
-    parser.add_argument("--seed", type=int, default=0, help="another seed makes another model")
-    parser.add_argument("--moe", action="store_true", help="base-moe, the mixture of experts")
-    args = parser.parse_args()
-    path = make_base(args.task, args.seed, moe=args.moe)
-    print(path)
-
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")  # float32 is the quicker on a CPU
-    env = load_env(args.task, tokenizer, difficulty=WARM_START[args.task]["difficulty"])
-    problems = env.heldout(512)
-    responses = sample(model, tokenizer, [env.prompt_ids(p) for p in problems])
-    solved = sum(env.reward(p, r) for p, r in zip(problems, responses)) / len(problems)
-    print(f"solves {solved:.3f} of {len(problems)} held-out problems, one sample each at temperature 1")
-    print(f"for example {problems[0].prompt}{responses[0]}")
-
-
 if __name__ == "__main__":
-    main()
+    import tyro
+
+    print(tyro.cli(make_base))
