@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import pathlib
 import random
 import re
 import sys
@@ -42,15 +43,15 @@ class Subject:
 
     def __init__(self, learner, engine, tokens: int = 5000, threads: int = 1):
         self.learner, self.engine, self.tokens, self.threads, self.mode = learner, engine, tokens, threads, engine.mode
+        self.cuda = learner.model.device.type == "cuda"
         self.model, self.config, self.dtype, self.device = learner.model, learner.model.config, learner.model.dtype, learner.model.device
-        self.H, self.K = self.config.num_attention_heads, self.config.num_key_value_heads
-        self.D, self.longest = kernels.head_size(self.config), engine.llm.llm_engine.model_config.max_model_len
-        self.scheduler = engine.engine.engine_core.engine_core.scheduler
+        self.head, self.D = (self.model.lm_head.weight, self.model.lm_head.bias), kernels.head_size(self.config)
+        self.vllm, self.scheduler = engine.llm.llm_engine.vllm_config, engine.engine.engine_core.engine_core.scheduler
+        self.longest, self.block = self.vllm.model_config.max_model_len, self.vllm.cache_config.block_size
         (self.runner,) = engine.llm.collective_rpc(lambda worker: worker.model_runner)
         middle = self.config.num_hidden_layers // 2
         self.middle = slice(max(0, middle - 1), middle + 1)  # the layers that C3 to C7 look at
         self.engine_layers = list(self.runner.model.model.layers)[self.middle]
-        self.block, self.cuda = engine.llm.llm_engine.vllm_config.cache_config.block_size, self.device.type == "cuda"
         self.all_threads = [threads] if self.cuda else sorted({1, 2, threads})
 
     def sync(self) -> None:
@@ -101,7 +102,7 @@ def c0(s: Subject, tally: Tally) -> None:
     import vllm
     from vllm import envs
 
-    config, model = s.engine.llm.llm_engine.vllm_config, s.engine.llm.llm_engine.model_config
+    config, model = s.vllm, s.vllm.model_config
     tally.details = {name: value for name, value in sorted(os.environ.items()) if re.match("(VLLM|ONEDNN|DNNL|OMP|MKL)_", name)}
     tally.details |= {"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
                       "model type": s.config.model_type, "cpu": torch.backends.cpu.get_cpu_capability(),
@@ -127,25 +128,25 @@ def c1(s: Subject, tally: Tally) -> None:
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     merged = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    weights = s.learner.weights()
+    moe = {"experts.gate.": "gate.", "routed_experts.w13_weight": "gate_up_proj", "routed_experts.w2_weight": "down_proj"}
+    weights, stock = s.learner.weights(), s.mode == "standard"
     scaled = {name: w * (1 + 2**-6) for name, w in weights.items()}  # nearly every value changes
     for what, version in [("other weights", scaled), ("the weights", weights), ("the same weights again", weights)]:
         s.engine.load(version, 0)
         for name, got in s.runner.model.named_parameters(remove_duplicate=False):
-            owner, start = s.runner.model.get_submodule(name.rpartition(".")[0]), 0
-            for its, ours in [("experts.gate.", "gate."), ("routed_experts.w13_weight", "gate_up_proj"), ("routed_experts.w2_weight", "down_proj")]:
+            owner = s.runner.model.get_submodule(name.rpartition(".")[0])
+            for its, ours in moe.items():
                 name = name.replace(its, ours)
             module = name.split(".")[-2]
-            parts, head = [name.replace(module, part) for part in merged.get(module, [module])], version["model.embed_tokens.weight"]
-            if s.mode == "standard" and hasattr(owner, "cpu_linear") and name.endswith("weight"):
+            parts = [name.replace(module, part) for part in merged.get(module, [module])]
+            right = [version.get(part, version["model.embed_tokens.weight"]) for part in parts]  # a tied head has no name of its own
+            if stock and hasattr(owner, "cpu_linear") and name.endswith("weight"):
                 # stock vLLM computes with a packed copy: the identity matrix times it is the weight
-                got = owner.cpu_linear(torch.eye(version.get(parts[0], head).shape[1], dtype=s.dtype), got, None).t()
-            for part in parts:
-                expected = version.get(part, head)  # a tied head has no name of its own
-                if s.mode == "standard" and module == "experts":
-                    expected = cpu_prepack_moe_weight(expected, owner.quant_method.moe_kernel.fused_experts.isa)
+                got = owner.cpu_linear(torch.eye(right[0].shape[1], dtype=s.dtype), got, None).t()
+            if stock and module == "experts":
+                right = [cpu_prepack_moe_weight(w, owner.quant_method.moe_kernel.fused_experts.isa) for w in right]
+            for part, expected, start in zip(parts, right, accumulate(map(len, right), initial=0)):
                 tally.equal(got[start : start + len(expected)].to(s.dtype), expected, f"{part} after a sync of {what}")
-                start += len(expected)
 
 
 def c2(s: Subject, tally: Tally) -> None:
@@ -165,56 +166,58 @@ def c2(s: Subject, tally: Tally) -> None:
 def operations(s: Subject, tokens: list[int], check: str):
     """What the learner computes for a sequence of T tokens in two layers, operation by operation: (check, name, the engine's
     layer, its inputs, its outputs side by side), each [T, ...]. The large ones of the head only for their own check."""
-    found, widths = learner_tensors(s, [tokens], s.middle), [s.H * s.D, s.K * s.D, s.K * s.D]
+    found = learner_tensors(s, [tokens], s.middle)
     positions, before = torch.arange(len(tokens), device=s.device), [found["embedding"]]
     for i, (engine, layer) in enumerate(zip(s.engine_layers, s.model.model.layers[s.middle])):
         of = {op.split(".")[-1]: tensor for op, tensor in found.items() if op.startswith(f"layers.{i}.")}
-        attn, mlp, own, own_mlp = engine.self_attn, engine.mlp, layer.self_attn, layer.mlp
-        yield "C4", "input norm", engine.input_layernorm, before, side_by_side(of["input norm"], *[of["input residual"]] * i)
-        yield "C3", "q/k/v", attn.qkv_proj, [of["input norm"]], of["q/k/v"]
+        attn, mlp, own = engine.self_attn, engine.mlp, layer.self_attn
+        projections, x, y = [own.q_proj, own.k_proj, own.v_proj], of["input norm"], of["post-attention norm"]
+        widths = [projection.out_features for projection in projections]
+        yield "C4", "input norm", engine.input_layernorm, before, side_by_side(x, *[of["input residual"]] * i)
+        yield "C3", "q/k/v", attn.qkv_proj, [x], of["q/k/v"]
         if not s.cuda:  # there the matrix' shape decides the tiles, so both sides have one matrix
-            yield "C3", "q/k/v one by one", linear(own.q_proj, own.k_proj, own.v_proj), [of["input norm"]], of["q/k/v"]
+            yield "C3", "q/k/v one by one", one_by_one(projections), [x], of["q/k/v"]
         q, k, v = of["q/k/v"].split(widths, -1)  # views, with the strides that they have in the model
         if "q/k norm" in of:
-            heads, (q, k) = [x.unflatten(-1, (-1, s.D)) for x in (q, k)], of["q/k norm"].split(widths[:2], -1)
+            heads, (q, k) = [h.unflatten(-1, (-1, s.D)) for h in (q, k)], of["q/k norm"].split(widths[:2], -1)
             yield "C4", "q_norm", attn.q_norm, heads[:1], q
             yield "C4", "k_norm", attn.k_norm, heads[1:], k
         yield "C5", "rotary", attn.rotary_emb, [positions, q, k], of["rotary"]
         yield "C6", "attention", None, [*of["rotary"].split(widths[:2], -1), v], of["attention"]
         yield "C3", "o_proj", attn.o_proj, [of["attention"]], of["o_proj"]
-        before, normed = [of["o_proj"], of["input residual"]], side_by_side(of["post-attention norm"], of["residual"])
-        yield "C4", "post-attention norm", engine.post_attention_layernorm, before, normed
+        before, residual = [of["o_proj"], of["input residual"]], of["post-attention residual"]
+        yield "C4", "post-attention norm", engine.post_attention_layernorm, before, side_by_side(y, residual)
         if "router" in of:
-            yield "C3", "router", mlp.gate, [of["post-attention norm"]], of["router"]
+            yield "C3", "router", mlp.gate, [y], of["router"]
             for op in [op for op in ("router's choice", "experts", "combination") if op in of]:
-                compute = lambda x, op=op, mlp=mlp: engine_experts(s, mlp, x, op)  # noqa: E731
-                yield "C3", op, compute, [of["post-attention norm"]], of[op]
-            before = [of["combination"], of["residual"]]
+                yield "C3", op, lambda x, op=op, mlp=mlp: engine_experts(s, mlp, x, op), [y], of[op]
+            before = [of["combination"], residual]
             continue
-        yield "C3", "gate/up", mlp.gate_up_proj, [of["post-attention norm"]], of["gate/up"]
+        yield "C3", "gate/up", mlp.gate_up_proj, [y], of["gate/up"]
         yield "C5", "SwiGLU", mlp.act_fn, [of["gate/up"]], of["activation"]
         yield "C3", "down", mlp.down_proj, [of["activation"]], of["down"]
         if not s.cuda:
-            yield "C3", "gate/up one by one", linear(own_mlp.gate_proj, own_mlp.up_proj), [of["post-attention norm"]], of["gate/up"]
-        before = [of["down"], of["residual"]]
+            yield "C3", "gate/up one by one", one_by_one([layer.mlp.gate_proj, layer.mlp.up_proj]), [y], of["gate/up"]
+        before = [of["down"], residual]
     hidden = found["final norm"]
     yield "C4", "final norm", s.runner.model.model.norm, before, side_by_side(hidden, found["final residual"])
     if check == "C3":
-        yield "C3", "lm_head", s.runner.model.compute_logits, [hidden], head_logits(s, hidden)
+        yield "C3", "lm_head", s.runner.model.compute_logits, [hidden], kernels.head_logits(hidden, *s.head)
     for t in (1.0, 0.7) if check == "C7" else ():
-        yield "C7", f"log-softmax, temperature {t}", lambda x, t=t: engine_log_softmax(s, x, t), [hidden], log_softmax(s, hidden, t)
+        expected = log_softmax(s, kernels.head_logits(hidden, *s.head), t)
+        yield "C7", f"log-softmax, temperature {t}", lambda x, t=t: engine_log_softmax(s, x, t), [hidden], expected
 
 
 def engine_experts(s: Subject, mlp, x, op: str) -> torch.Tensor:
     """An operation of the engine's mixture of experts for x [rows, hidden]; stock vLLM shows the "combination" only."""
     from vllm.forward_context import set_forward_context
 
-    found, config = {}, s.engine.llm.llm_engine.vllm_config
-    with set_forward_context(None, config), mock.patch.object(mlp, "trace", found.__setitem__, create=True):
+    found = {}
+    with set_forward_context(None, s.vllm), mock.patch.object(mlp, "trace", found.__setitem__, create=True):
         return (found | {"combination": mlp(x)})[op]
 
 
-def linear(*layers):  # as the learner computes one
+def one_by_one(layers):  # linear layers as the learner computes them
     return lambda x: side_by_side(*(kernels.linear(x, layer.weight, layer.bias) for layer in layers))
 
 
@@ -251,7 +254,7 @@ def compare_operations(s: Subject, tally: Tally) -> None:
 
 def c6(s: Subject, tally: Tally) -> None:
     L = max(LENGTHS)
-    (tokens,), last = s.prompts([L]), f"layers.{len(s.engine_layers) - 1}.attention"
+    (tokens,) = s.prompts([L])
     torch.set_num_threads(1)
     *_, (qkv, whole) = (of[-2:] for of in operations(s, tokens, "C6") if of[0] == "C6")
     filled = engine_attention(s, *qkv, [(0, L)])[1]  # its later tokens are what a reused block holds: stale values
@@ -270,7 +273,7 @@ def c6(s: Subject, tally: Tally) -> None:
         for what, spans, cache in cases:
             got = engine_attention(s, *qkv, spans, cache)[0]
             tally.equal(got, torch.cat([whole[a:b] for a, b in spans]), f"{what}, {threads} threads")
-        got = learner_tensors(s, [tokens[:n] for n in LENGTHS], s.middle)[last]
+        got = learner_attention(s, [tokens[:n] for n in LENGTHS])
         tally.equal(got, torch.cat([whole[:n] for n in LENGTHS]), f"the learner's batch of {len(LENGTHS)}, {threads} threads")
     if s.mode == "aligned" and not s.cuda:  # there no lock is needed
         attention_at_once(s, tally, tokens, qkv, whole)
@@ -278,17 +281,21 @@ def c6(s: Subject, tally: Tally) -> None:
 
 def attention_at_once(s: Subject, tally: Tally, tokens, qkv, whole, seconds: float = 2.0) -> None:
     """The learner's and the engine's attention at once, in two threads, as in a run: the lock keeps them apart."""
-    end, last = time.monotonic() + seconds, f"layers.{len(s.engine_layers) - 1}.attention"
+    end = time.monotonic() + seconds
 
     def repeat(compute):
         torch.set_num_threads(s.threads)
         return [compute() for _ in iter(lambda: time.monotonic() < end, False)]
 
     with ThreadPoolExecutor() as pool:
-        sides = [lambda: learner_tensors(s, [tokens], s.middle)[last], lambda: engine_attention(s, *qkv, [(0, len(whole))])[0]]
+        sides = [lambda: learner_attention(s, [tokens]), lambda: engine_attention(s, *qkv, [(0, len(whole))])[0]]
         for side, results in zip(("learner", "engine"), pool.map(repeat, sides)):
             for got in results:
                 tally.equal(got, whole, f"attention of both threads at once, {side}")
+
+
+def learner_attention(s: Subject, sequences):
+    return learner_tensors(s, sequences, s.middle)[f"layers.{len(s.engine_layers) - 1}.attention"]
 
 
 def engine_attention(s: Subject, q, k, v, spans, cache=None):
@@ -319,27 +326,23 @@ def c7(s: Subject, tally: Tally) -> None:
     hidden = learner_tensors(s, s.prompts([512]), s.middle)["final norm"]
     targets = torch.arange(512, device=s.device) % s.config.vocab_size
     for t in (1.0, 0.7):
-        got, expected = kernels.token_logprobs(hidden, s.model.lm_head, targets, t)[0], log_softmax(s, hidden, t)
-        tally.equal(got, expected.gather(1, targets[:, None])[:, 0], f"token log-probability, temperature {t}")
+        got = kernels.token_logprobs(hidden, s.model.lm_head, targets, t)[0]
+        expected = log_softmax(s, kernels.head_logits(hidden, *s.head), t).gather(1, targets[:, None])[:, 0]
+        tally.equal(got, expected, f"token log-probability, temperature {t}")
 
 
 def engine_log_softmax(s: Subject, hidden, temperature: float) -> torch.Tensor:
     """[rows, V] float32: what the engine's sampler samples from and records."""
     logits = s.runner.model.compute_logits(hidden)
     if s.cuda:  # its sampler is the functions that this calls
-        return log_softmax(s, hidden, temperature, logits)
+        return log_softmax(s, logits, temperature)
     logits = s.runner.sampler.apply_temperature(logits.float(), torch.full((len(hidden),), temperature), True)
     generators = {i: torch.Generator().manual_seed(i) for i in range(len(hidden))}
     return s.runner.sampler.topk_topp_sampler(logits, generators, None, None)[1]
 
 
-def head_logits(s: Subject, hidden) -> torch.Tensor:
-    return kernels.head_logits(hidden, s.model.lm_head.weight, s.model.lm_head.bias)
-
-
-def log_softmax(s: Subject, hidden, temperature: float = 1.0, logits=None) -> torch.Tensor:
+def log_softmax(s: Subject, logits, temperature: float) -> torch.Tensor:
     """[rows, V] float32, which kernels.TokenLogprobs computes and does not return."""
-    logits = head_logits(s, hidden) if logits is None else logits
     tempered = kernels.tempered(logits, temperature)
     if s.cuda:
         ids = torch.arange(logits.shape[1], device=s.device).expand(logits.shape)
@@ -500,26 +503,26 @@ def run_check(name: str, s: Subject) -> Tally:
 # The locator
 
 
-UNIQUE = r"layers\.\d+\.|input |post-attention |final (?=residual)"  # what an operation's name in a trace has besides its own
 # Modules of vLLM's model and of transformers': the operations that give a module's second output (a residual) or, if it has
 # none, its inputs, and last the one that gives its output. Several modules of one operation are taken side by side.
 MODULES = {"embed_tokens": ["embedding"], "input_layernorm": ["input residual", "input norm"],
            **dict.fromkeys(["qkv_proj", "q_proj", "k_proj", "v_proj"], ["q/k/v"]), **dict.fromkeys(["q_norm", "k_norm"], ["q/k norm"]),
            "attn": ["rotary", "rotary", None], "o_proj": ["attention", "o_proj"],
-           "post_attention_layernorm": ["residual", "post-attention norm"],
+           "post_attention_layernorm": ["post-attention residual", "post-attention norm"],
            **dict.fromkeys(["gate_up_proj", "gate_proj", "up_proj"], ["gate/up"]), "down_proj": ["activation", "down"],
            "gate": ["router"], "mlp": ["combination"],  # of a mixture of experts
            "norm": ["final residual", "final norm"], "logits_processor": ["logits"]}  # fmt: skip
 
 
 @contextlib.contextmanager
-def watched(model, rows=lambda x: x):
-    """While open, collects what a model's modules compute: (a list that gets {operation: [outputs]} for each forward,
-    keep(operation, tensor), which adds to the last of them)."""
-    forwards = []
+def watched(model):
+    """(a dict that has, when this is closed, what a model's modules computed: {operation: its outputs side by side, for all
+    forwards}; keep(operation, tensor), which adds an output to the forward under way)."""
+    found, forwards = {}, []
 
     def keep(op, x):
-        forwards[-1][op].append(rows(x).reshape(len(rows(x)), -1).clone())  # later operations write in place
+        rows = min(len(forwards[-1]["input_ids"][0]), x.numel() // x.shape[-1])  # a token's heads side by side; logits have fewer
+        forwards[-1][op].append(x.reshape(rows, -1).clone())  # later operations write in place
 
     def see(name, args, out):
         *before, last = MODULES[name.split(".")[-1]]
@@ -529,9 +532,8 @@ def watched(model, rows=lambda x: x):
                 keep(re.search(r"layers\.\d+\.|$", name)[0] + op, x)
 
     def begin(module, args, inputs):
-        forwards.append(defaultdict(list))
-        for op in {"input_ids", "positions"} & set(inputs):
-            keep(op, inputs[op].flatten())
+        ids = {op: [inputs[op].flatten().clone()] for op in ("input_ids", "positions") if op in inputs}
+        forwards.append(defaultdict(list, ids))
 
     with contextlib.ExitStack() as hooks:
         hooks.enter_context(model.register_forward_pre_hook(begin, with_kwargs=True))
@@ -541,11 +543,8 @@ def watched(model, rows=lambda x: x):
                 hooks.enter_context(mock.patch.object(module, "trace", trace, create=True))
             if name.split(".")[-1] in MODULES:
                 hooks.enter_context(module.register_forward_hook(lambda _, args, out, name=name: see(name, args, out)))
-        yield forwards, keep
-
-
-def joined(forwards: list[dict]) -> dict[str, torch.Tensor]:
-    return {op: torch.cat([torch.cat(found[op], -1) for found in forwards]) for op in forwards[0]}
+        yield found, keep
+    found |= {op: torch.cat([torch.cat(forward[op], -1) for forward in forwards]) for op in forwards[0]}
 
 
 def engine_tensors(s: Subject, prompts, new: int) -> tuple[list, dict[str, torch.Tensor], int]:
@@ -553,9 +552,9 @@ def engine_tensors(s: Subject, prompts, new: int) -> tuple[list, dict[str, torch
     the engine computed on the way, a row for each token in the order of the samples (logits: for each sampled token), and how
     many tokens the engine was fed."""
     s.sync()
-    with watched(s.runner.model) as (forwards, _), mock.patch.object(s.engine, "stop_ids", []):
+    with watched(s.runner.model) as (found, _), mock.patch.object(s.engine, "stop_ids", []):
         samples = s.engine.generate([Request(ids, i) for i, ids in enumerate(prompts)], new, 1.0, 0)
-    found, n, ends = joined(forwards), len(prompts), [*accumulate(map(len, prompts))]
+    n, ends = len(prompts), [*accumulate(map(len, prompts))]
     # the first forward was of all prompts, laid end to end, and each later one of one token of each
     steps = range(ends[-1], ends[-1] + n * (new - 1), n)
     fed = [at for i, end in enumerate(ends) for at in [*range(end - len(prompts[i]), end), *(step + i for step in steps)]]
@@ -566,11 +565,11 @@ def engine_tensors(s: Subject, prompts, new: int) -> tuple[list, dict[str, torch
 def learner_tensors(s: Subject, sequences: list[list[int]], layers=slice(None)) -> dict[str, torch.Tensor]:
     """What every operation of the learner, or of some of its layers, computes: [tokens, ...] for sequences laid end to end."""
     stock = sys.modules[type(s.model).__module__]  # transformers' code of the architecture
-    rotate = stock.apply_rotary_pos_emb  # which is no module
+    rotate, calls = stock.apply_rotary_pos_emb, count()  # which is no module
 
     def rotary(*args, **kwargs):
         q, k = rotate(*args, **kwargs)  # [1, heads, L, D]
-        at = f"layers.{sum('rotary' in op for op in forwards[-1])}.rotary"
+        at = f"layers.{next(calls) % len(s.model.model.layers)}.rotary"
         keep(at, q.transpose(1, 2)), keep(at, k.transpose(1, 2))
         return q, k
 
@@ -579,10 +578,10 @@ def learner_tensors(s: Subject, sequences: list[list[int]], layers=slice(None)) 
             found, packed = {}, kernels.pack(sequences, s.device)
             kernels.hidden_states(s.model, packed, s.learner.cos_sin, trace=found.__setitem__)
             return {op: x[: packed.tokens] for op, x in found.items()}
-        with watched(s.model.model, lambda x: x[0] if x.ndim > 2 else x) as (forwards, keep), mock.patch.object(stock, "apply_rotary_pos_emb", rotary):
+        with watched(s.model.model) as (found, keep), mock.patch.object(stock, "apply_rotary_pos_emb", rotary):
             for sequence in sequences:
                 s.model.model(input_ids=torch.tensor([sequence], device=s.device), use_cache=False)
-        return joined(forwards)
+        return found
 
 
 @torch.no_grad()
@@ -594,14 +593,15 @@ def locate(s: Subject, lengths=(1, 5, 17, 33, 129), new: int = 6) -> dict | None
     expected = learner_tensors(s, sequences)
     sampled = [i for x, end in zip(samples, accumulate(map(len, sequences))) for i in range(end - len(x.response_ids), end)]
     hidden, targets = expected["final norm"][sampled], torch.tensor([t for x in samples for t in x.response_ids], device=s.device)
-    expected["logits"], got["log-softmax"] = head_logits(s, hidden), torch.cat([x.logprobs for x in samples])
+    expected["logits"], got["log-softmax"] = kernels.head_logits(hidden, *s.head), torch.cat([x.logprobs for x in samples])
     expected["log-softmax"] = kernels.token_logprobs(hidden, s.model.lm_head, targets)[0]
     for op, x in expected.items():  # in the order of computation
         if op in got:
             tally = Tally("", "")
             tally.equal(got[op], x, op)
             if tally.fault:
-                layer, label = int(op.split(".")[1]) if "." in op else None, re.sub(UNIQUE, "", op)
+                layer, label = re.fullmatch(r"(?:layers\.(\d+)\.)?(.*)", op).groups()
+                layer = layer and int(layer)
                 return {"layer": layer, "op": label, "values": tally.values, "different": tally.different, "largest": tally.largest}
     return None
 
@@ -643,7 +643,8 @@ def main(argv: list[str] | None = None) -> int:
         kernels.require_supported(config)
         if config.max_position_embeddings < max(LENGTHS):
             raise run_async.UserError(f"--model {args.model}: has {config.max_position_embeddings} positions, the checks need {max(LENGTHS)}")
-        output = open(args.json, "a") if args.json else None  # now, rather than after minutes
+        if args.json:
+            open(args.json, "a").close()  # now, rather than after minutes
     except (run_async.UserError, ValueError, OSError) as error:
         print("kernels.py:", str(error).splitlines()[0], file=sys.stderr)
         return 2
@@ -679,16 +680,15 @@ def main(argv: list[str] | None = None) -> int:
     print("all exact" if exact else describe(found))
     if args.json:
         result = {key: getattr(args, key) for key in ("model", "dtype", "kernels", "threads")} | {"exact": exact, "first_difference": found}
-        with output:
-            output.truncate(0)
-            json.dump(result | {"checks": [vars(t) | {"exact": t.fault is None} for t in tallies]}, output, indent=2)
+        checked = [vars(t) | {"exact": t.fault is None} for t in tallies]
+        pathlib.Path(args.json).write_text(json.dumps(result | {"checks": checked}, indent=2))
     return 0 if exact else 1
 
 
 @contextlib.contextmanager
 def quiet():
     """While open, what vLLM and others write goes to a log file. Gives the console, for the progress bar."""
-    saved, log = [os.dup(1), os.dup(2)], tempfile.NamedTemporaryFile(prefix="kernels-", suffix=".log", delete=False).name
+    saved, log = os.dup(1), tempfile.NamedTemporaryFile(prefix="kernels-", suffix=".log", delete=False).name
     with run_async.quiet(log) as console:
         try:
             yield console
@@ -697,5 +697,4 @@ def quiet():
             raise
         finally:
             sys.stdout.flush(), sys.stderr.flush()
-            for fd, old in zip((1, 2), saved):
-                os.dup2(old, fd), os.close(old)
+            os.dup2(saved, 1), os.dup2(console.fileno(), 2), os.close(saved)

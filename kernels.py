@@ -20,9 +20,11 @@ On CUDA the forward passes are the engine's own (kernels_cuda.py); the backward 
 
 import contextlib
 import ctypes
+import functools
 import os
 import threading
 from dataclasses import dataclass
+from unittest import mock
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch; run_async.py says why
 import torch
@@ -97,54 +99,45 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     if x.is_cuda:
         return kernels_cuda.Linear.apply(x, weight, bias)
-    rows = x.shape[0]
-    if pad := -rows % ROWS:
-        return F.linear(F.pad(x, (0, 0, 0, pad)), weight, bias)[:rows]
+    if pad := -len(x) % ROWS:
+        return F.linear(F.pad(x, (0, 0, 0, pad)), weight, bias)[: len(x)]
     return F.linear(x, weight, bias)
 
 
-class RMSNorm(torch.autograd.Function):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019, eq. 4), one row at a time.
+def rms_norm(x, weight, eps, residual=None):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019, eq. 4), one row at a time. With a
+    residual: (that of x + residual, x + residual), in place, with the mean square taken of the unrounded sum.
 
-    The forward on CPUs is vLLM's C++ operator, in which a row is summed by one thread in a fixed order.
+    On CPUs by vLLM's C++ operators, in which a row is summed by one thread in a fixed order.
     """
+    if residual is not None:
+        torch.ops._C.fused_add_rms_norm(x, residual, weight, eps)
+        return x, residual
+    x = x.contiguous()  # Qwen3 passes views into q/k/v, whose strides the operator does not look at
+    if x.is_cuda:
+        return kernels_cuda.rms_norm(x, weight, eps)
+    y = torch.empty_like(x)
+    torch.ops._C.rms_norm(y, x, weight, eps)
+    return y
+
+
+class RMSNorm(torch.autograd.Function):
+    """`rms_norm`, but not in place."""
 
     @staticmethod
-    def forward(ctx, x, weight, eps):
-        x = x.contiguous()  # the operator does not look at strides
-        if x.is_cuda:
-            y = kernels_cuda.rms_norm(x, weight, eps)
-        else:
-            y = torch.empty_like(x)
-            torch.ops._C.rms_norm(y, x, weight, eps)
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x, weight, eps, residual=None):
+        x = x.contiguous()
+        out = rms_norm(x, weight, eps) if residual is None else rms_norm(x.clone(), weight, eps, residual.clone())
+        ctx.save_for_backward(x if residual is None else out[1], weight)
         ctx.eps = eps
-        return y
+        return out
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy, dtotal=None):
         x, weight = ctx.saved_tensors
         dx, dweight = _rms_norm_backward(dy, x, weight, ctx.eps)
-        return dx.to(x.dtype), dweight, None
-
-
-class AddRMSNorm(torch.autograd.Function):
-    """(x, residual) -> (RMSNorm(x + residual), x + residual), with the mean square taken of the unrounded sum."""
-
-    @staticmethod
-    def forward(ctx, x, residual, weight, eps):
-        y, total = x.clone(), residual.clone()
-        torch.ops._C.fused_add_rms_norm(y, total, weight, eps)  # in place: y, rounded sum
-        ctx.save_for_backward(total, weight)
-        ctx.eps = eps
-        return y, total
-
-    @staticmethod
-    def backward(ctx, dy, dtotal):
-        total, weight = ctx.saved_tensors
-        dx, dweight = _rms_norm_backward(dy, total, weight, ctx.eps)
-        dx = dx.add_(dtotal).to(total.dtype)
-        return dx, dx, dweight, None
+        dx = (dx if dtotal is None else dx.add_(dtotal)).to(x.dtype)
+        return dx, dweight, None, None if dtotal is None else dx
 
 
 def _rms_norm_backward(dy, x, weight, eps):
@@ -167,25 +160,27 @@ def _rms_norm_backward(dy, x, weight, eps):
     return dx, dweight.to(weight.dtype)
 
 
+def rotate(q, k, positions, cos_sin, head_dim):
+    q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
+    torch.ops._C.rotary_embedding(positions, q, k, head_dim, cos_sin, True)  # in place
+    return q, k
+
+
 class Rotary(torch.autograd.Function):
     """Rotary position embedding (Su et al. 2021) on q [T, H*D] and k [T, K*D] with vLLM's operator and its table."""
 
     @staticmethod
     def forward(ctx, q, k, positions, cos_sin, head_dim):
-        q, k = q.clone(memory_format=torch.contiguous_format), k.clone(memory_format=torch.contiguous_format)
-        torch.ops._C.rotary_embedding(positions, q, k, head_dim, cos_sin, True)
         ctx.save_for_backward(positions, cos_sin)
         ctx.head_dim = head_dim
-        return q, k
+        return rotate(q, k, positions, cos_sin, head_dim)
 
     @staticmethod
     def backward(ctx, dq, dk):
         positions, cos_sin = ctx.saved_tensors
-        dq, dk = dq.clone(memory_format=torch.contiguous_format), dk.clone(memory_format=torch.contiguous_format)
         inverse = cos_sin.clone()  # rotating back: the sine's sign turned (the operator's own inverse is not there on CPUs)
         inverse[:, inverse.shape[1] // 2 :].neg_()
-        torch.ops._C.rotary_embedding(positions, dq, dk, ctx.head_dim, inverse, True)
-        return dq, dk, None, None, None
+        return *rotate(dq, dk, positions, inverse, ctx.head_dim), None, None, None
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -212,42 +207,27 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        return swiglu_backward(dout, *ctx.saved_tensors)
-
-
-def swiglu_backward(dout, gate_up):
-    grad = torch.empty_like(gate_up)
-    (gate, up), (dgate, dup) = gate_up.chunk(2, dim=-1), grad.chunk(2, dim=-1)
-    torch.mul(dout, F.silu(gate), out=dup)
-    torch.ops.aten.silu_backward(dout * up, gate, grad_input=dgate)
-    return grad
+        (gate_up,) = ctx.saved_tensors
+        grad = torch.empty_like(gate_up)
+        (gate, up), (dgate, dup) = gate_up.chunk(2, dim=-1), grad.chunk(2, dim=-1)
+        torch.mul(dout, F.silu(gate), out=dup)
+        torch.ops.aten.silu_backward(dout * up, gate, grad_input=dgate)
+        return grad
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Attention: every query token is its own one-token request
 
 
-def _attention_rows(q, key_cache, value_cache, out, row_lens, block_table, metadata, scale):
-    """Paged attention in which row t attends to the first row_lens[t] tokens of its own block-table row."""
-    starts = torch.arange(q.shape[0] + 1, dtype=torch.int32)  # one query token per request
-    torch.ops._C.cpu_attention_with_kv_cache(
-        q, key_cache, value_cache, out, starts, row_lens, scale, True, None, -1, block_table, 0.0, metadata, None, None
-    )
-
-
-def _row_metadata(row_lens, H, K, D, dtype, isa):
-    """The operator's work plan for one-token requests, KV splitting off: a split would change the summation order."""
-    starts = torch.arange(row_lens.shape[0] + 1, dtype=torch.int32)
-    return torch.ops._C.get_scheduler_metadata(
-        row_lens.shape[0], H, K, D, row_lens, dtype, starts, True, -1, isa, False, None
-    )
-
-
-def _isa(dtype, head_dim) -> str:
-    """The instruction set that the engine's attention uses, from vllm/v1/attention/backends/cpu_attn.py."""
+def _plan(row_lens, H, K, D, dtype):
+    """(the operator's work plan for one-token requests, KV splitting off: a split would change the summation order; the
+    instruction set that the engine's attention uses)."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    return _get_attn_isa(dtype, BLOCK, head_dim, "auto")
+    n, isa = len(row_lens), _get_attn_isa(dtype, BLOCK, D, "auto")
+    starts = torch.arange(n + 1, dtype=torch.int32)
+    with ATTENTION_LOCK:  # the plan is laid out in the same scratch buffer
+        return torch.ops._C.get_scheduler_metadata(n, H, K, D, row_lens, dtype, starts, True, -1, isa, False, None), isa
 
 
 @dataclass
@@ -275,10 +255,8 @@ def pack(sequences: list[list[int]], device="cpu", rows: bool | None = None) -> 
     rows = torch.device(device).type == "cpu" if rows is None else rows
     block = BLOCK if rows else kernels_cuda.BLOCK
     lengths = [len(s) for s in sequences]
-    tokens = sum(lengths)
+    tokens, sizes = sum(lengths), torch.tensor(lengths)
     pad = -tokens % ROWS
-    flat = [token for s in sequences for token in s]
-    sizes = torch.tensor(lengths)
     start = torch.cumsum(sizes, 0) - sizes  # [B] first token of each sequence
     owner = torch.repeat_interleave(torch.arange(len(lengths)), sizes)  # [tokens]
     positions = torch.arange(tokens) - start[owner]
@@ -287,22 +265,19 @@ def pack(sequences: list[list[int]], device="cpu", rows: bool | None = None) -> 
     table = (first[:, None] + torch.arange(int(blocks.max()))).to(torch.int32)  # entries past a sequence's end: unread
     table.clamp_(max=int(blocks.sum()) - 1)
 
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    groups, members = [], []
-    for i in order:  # bound both the padding (a quarter) and the size of a group's [b, L, L] score matrices
-        if members and (lengths[i] > 1.25 * lengths[members[0]] + 8 or (len(members) + 1) * lengths[i] ** 2 > 2**20):
-            groups.append(members)
-            members = []
-        members.append(i)
-    groups.append(members)
+    groups = [[]]
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        # bound both the padding (a quarter) and the size of a group's [b, L, L] score matrices
+        if (group := groups[-1]) and (lengths[i] > 1.25 * lengths[group[0]] + 8 or (len(group) + 1) * lengths[i] ** 2 > 2**20):
+            groups.append([])
+        groups[-1].append(i)
     indices = []
-    for members in groups:
-        longest = torch.arange(lengths[members[-1]])
-        member = torch.tensor(members)
-        indices.append(torch.where(longest < sizes[member, None], start[member, None] + longest, -1))
+    for group in groups:
+        token, member = torch.arange(lengths[group[-1]]), torch.tensor(group)[:, None]
+        indices.append(torch.where(token < sizes[member], start[member] + token, -1).to(device))
 
     return Packed(
-        input_ids=torch.tensor(flat + [0] * pad, device=device),
+        input_ids=torch.tensor([token for s in sequences for token in s] + [0] * pad, device=device),
         positions=F.pad(positions, (0, pad)).to(device),
         tokens=tokens,
         lengths=lengths,
@@ -311,7 +286,7 @@ def pack(sequences: list[list[int]], device="cpu", rows: bool | None = None) -> 
         starts=None if rows else F.pad(torch.cumsum(sizes, 0), (1, 0)).to(device, torch.int32),
         slots=(first[owner] * block + positions).to(device),
         blocks=int(blocks.sum()),
-        groups=[index.to(device) for index in indices],
+        groups=indices,
     )
 
 
@@ -325,7 +300,7 @@ class Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, packed: Packed, head_dim, metadata, isa):
+    def forward(ctx, q, k, v, packed: Packed, head_dim, plan):
         T, n = q.shape[0], packed.tokens
         q, k, v = (x.reshape(T, -1, head_dim) for x in (q, k, v))
         if q.is_cuda:
@@ -334,13 +309,14 @@ class Attention(torch.autograd.Function):
             # vLLM's cache layout: [blocks, K, 2 * BLOCK, D], keys in the first half of each block, values in the second.
             # Zeros: a block is read to its end, and what was never written, times probability 0, is NaN if it is not finite.
             cache = q.new_zeros(packed.blocks, k.shape[1], 2 * BLOCK, head_dim)
-            keys, values = cache.chunk(2, dim=2)
-            out = torch.zeros_like(q)
+            (keys, values), (metadata, isa), out = cache.chunk(2, dim=2), plan, torch.zeros_like(q)
+            starts = torch.arange(n + 1, dtype=torch.int32)  # row t: the first row_lens[t] tokens of its own block-table row
             with ATTENTION_LOCK:
                 torch.ops._C.cpu_attn_reshape_and_cache(k[:n], v[:n], keys, values, packed.slots, isa)
-                _attention_rows(
-                    q[:n], keys, values, out[:n], packed.row_lens, packed.block_table, metadata, head_dim**-0.5
-                )
+                torch.ops._C.cpu_attention_with_kv_cache(
+                    q[:n], keys, values, out[:n], starts, packed.row_lens, head_dim**-0.5, True, None, -1, packed.block_table,
+                    0.0, metadata, None, None,
+                )  # fmt: skip
         ctx.save_for_backward(q, k, v, out)
         ctx.packed = packed
         return out.view(T, -1)
@@ -376,7 +352,7 @@ class Attention(torch.autograd.Function):
             ds = torch.bmm(db, vb.transpose(1, 2)).sub(delta_b).mul_(p).to(dtype)
             put(dq, torch.bmm(ds, kb).mul_(scale), G)
             put(dk, torch.bmm(ds.transpose(1, 2), qb).mul_(scale), 1)
-        return dq.view(T, -1), dk.view(T, -1), dv.view(T, -1), None, None, None, None
+        return dq.view(T, -1), dk.view(T, -1), dv.view(T, -1), None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -394,14 +370,11 @@ def rotary_table(config, dtype, device="cpu") -> torch.Tensor:
         set_default_rope_theta(config, default_theta=10000)
     # get_rope keeps the modules it made. One made here, without the engine's configuration, would fall back to another
     # implementation and then be handed to the engine: make it, take its table, and put the cache back.
-    cache, rotary_embedding._ROPE_DICT = rotary_embedding._ROPE_DICT, {}
-    try:
-        with set_current_vllm_config(VllmConfig()), torch.device(device):
-            rope = rotary_embedding.get_rope(
-                head_size(config), config.max_position_embeddings, rope_parameters=config.rope_parameters, dtype=dtype
-            )
-    finally:
-        rotary_embedding._ROPE_DICT = cache
+    cache = mock.patch.object(rotary_embedding, "_ROPE_DICT", {})
+    with cache, set_current_vllm_config(VllmConfig()), torch.device(device):
+        rope = rotary_embedding.get_rope(
+            head_size(config), config.max_position_embeddings, rope_parameters=config.rope_parameters, dtype=dtype
+        )
     return rope.cos_sin_cache.to(dtype)
 
 
@@ -415,70 +388,53 @@ def _merged(*layers):
     return weight, torch.cat([layer.bias for layer in layers]) if layers[0].bias is not None else None
 
 
-def _decoder_layer(layer, x, residual, packed, cos_sin, metadata, isa, trace=None):
-    """One pre-norm decoder block; `trace(op, tensor)` sees each operation's output (for the locator in checks.py)."""
-    trace = trace or (lambda op, tensor: None)
+def _add_norm(x, residual, norm, trace, where):
+    weight, eps = norm.weight, norm.variance_epsilon
+    x, residual = (RMSNorm.apply(x, weight, eps), x) if residual is None else RMSNorm.apply(x, weight, eps, residual)
+    trace(f"{where} residual", residual)
+    return trace(f"{where} norm", x), residual
+
+
+def _decoder_layer(layer, x, residual, packed, cos_sin, plan, trace):
+    """One pre-norm decoder block; `trace(op, *outputs)` sees each operation's outputs and returns them."""
     attn, mlp, D = layer.self_attn, layer.mlp, layer.self_attn.head_dim
-    x, residual = _add_norm(x, residual, layer.input_layernorm)
-    trace("input residual", residual)
-    trace("input norm", x)
-    qkv = linear(x, *_merged(attn.q_proj, attn.k_proj, attn.v_proj))
-    trace("q/k/v", qkv)
+    x, residual = _add_norm(x, residual, layer.input_layernorm, trace, "input")
+    qkv = trace("q/k/v", linear(x, *_merged(attn.q_proj, attn.k_proj, attn.v_proj)))
     q, k, v = qkv.split([p.out_features for p in (attn.q_proj, attn.k_proj, attn.v_proj)], dim=-1)
     if hasattr(attn, "q_norm"):  # Qwen3
-        q, k = (
-            RMSNorm.apply(h.reshape(-1, D), norm.weight, norm.variance_epsilon).view(h.shape)
-            for h, norm in ((q, attn.q_norm), (k, attn.k_norm))
-        )
-        trace("q/k norm", torch.cat([q, k], -1))
-    q, k = Rotary.apply(q, k, packed.positions, cos_sin, D)
-    trace("rotary", torch.cat([q, k], -1))
-    x = Attention.apply(q, k, v.contiguous(), packed, D, metadata, isa)
-    trace("attention", x)
-    x = linear(x, attn.o_proj.weight, attn.o_proj.bias)
-    trace("o_proj", x)
-    x, residual = _add_norm(x, residual, layer.post_attention_layernorm)
-    trace("residual", residual)
-    trace("post-attention norm", x)
+        heads = [(x.reshape(-1, D), norm) for x, norm in ((q, attn.q_norm), (k, attn.k_norm))]
+        q, k = (RMSNorm.apply(x, norm.weight, norm.variance_epsilon).view(len(qkv), -1) for x, norm in heads)
+        trace("q/k norm", q, k)
+    q, k = trace("rotary", *Rotary.apply(q, k, packed.positions, cos_sin, D))
+    x = trace("attention", Attention.apply(q, k, v.contiguous(), packed, D, plan))
+    x = trace("o_proj", linear(x, attn.o_proj.weight, attn.o_proj.bias))
+    x, residual = _add_norm(x, residual, layer.post_attention_layernorm, trace, "post-attention")
     if hasattr(mlp, "experts"):
         return kernels_moe.block(mlp, x, trace), residual
-    x = linear(x, *_merged(mlp.gate_proj, mlp.up_proj))
-    trace("gate/up", x)
-    x = SwiGLU.apply(x)
-    trace("activation", x)
-    x = linear(x, mlp.down_proj.weight, mlp.down_proj.bias)
-    trace("down", x)
-    return x, residual
-
-
-def _add_norm(x, residual, norm):
-    if residual is None:
-        return RMSNorm.apply(x, norm.weight, norm.variance_epsilon), x
-    return AddRMSNorm.apply(x, residual, norm.weight, norm.variance_epsilon)
+    x = trace("gate/up", linear(x, *_merged(mlp.gate_proj, mlp.up_proj)))
+    x = trace("activation", SwiGLU.apply(x))
+    return trace("down", linear(x, mlp.down_proj.weight, mlp.down_proj.bias)), residual
 
 
 def hidden_states(model, packed: Packed, cos_sin, gradient_checkpointing: bool = False, trace=None) -> torch.Tensor:
-    """Final hidden states [T, hidden] of a transformers causal LM (Llama, Qwen2 or Qwen3) over packed sequences."""
-    config, dtype, D = model.config, model.dtype, head_size(model.config)
-    metadata = isa = None
+    """Final hidden states [T, hidden] of a transformers causal LM (Llama, Qwen2, Qwen3 or Qwen3-MoE) over packed sequences.
+    trace(op, tensor) sees each operation's output, in the order of computation (for the locator in checks.py)."""
+    config, plan = model.config, None
+
+    def traced(where, op, *outputs):
+        if trace:
+            trace(where + op, torch.cat(outputs, -1))
+        return outputs if len(outputs) > 1 else outputs[0]
+
     if not packed.input_ids.is_cuda:
-        isa = _isa(dtype, D)
-        with ATTENTION_LOCK:  # the plan is laid out in the same scratch buffer
-            metadata = _row_metadata(packed.row_lens, config.num_attention_heads, config.num_key_value_heads, D, dtype, isa)
-    x, residual = F.embedding(packed.input_ids, model.model.embed_tokens.weight), None
-    if trace:
-        trace("embedding", x)
+        plan = _plan(packed.row_lens, config.num_attention_heads, config.num_key_value_heads, head_size(config), model.dtype)
+    layer_forward = _decoder_layer
+    if gradient_checkpointing and torch.is_grad_enabled():
+        layer_forward = functools.partial(checkpoint, _decoder_layer, use_reentrant=False)
+    x, residual = traced("", "embedding", F.embedding(packed.input_ids, model.model.embed_tokens.weight)), None
     for i, layer in enumerate(model.model.layers):
-        at = (lambda op, t, i=i: trace(f"layers.{i}.{op}", t)) if trace else None
-        if gradient_checkpointing and torch.is_grad_enabled():
-            x, residual = checkpoint(_decoder_layer, layer, x, residual, packed, cos_sin, metadata, isa, use_reentrant=False)
-        else:
-            x, residual = _decoder_layer(layer, x, residual, packed, cos_sin, metadata, isa, at)
-    x, residual = _add_norm(x, residual, model.model.norm)
-    if trace:
-        trace("final residual", residual)
-        trace("final norm", x)
-    return x
+        x, residual = layer_forward(layer, x, residual, packed, cos_sin, plan, functools.partial(traced, f"layers.{i}."))
+    return _add_norm(x, residual, model.model.norm, functools.partial(traced, ""), "final")[0]
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -546,9 +502,8 @@ def tempered(logits, temperature):
     return logits
 
 
-def _chunks(vocab, rows, cuda=False, elements=None):
-    elements = elements or (2**27 if cuda else 2**23)
-    size = max(ROWS, elements // vocab // ROWS * ROWS)
+def _chunks(vocab, rows, cuda=False):
+    size = max(ROWS, (2**27 if cuda else 2**23) // vocab // ROWS * ROWS)
     return [(a, min(a + size, rows)) for a in range(0, rows, size)]
 
 
@@ -588,14 +543,10 @@ def engine_kernels(mode: str, device: str = "cpu"):
         (CPUAttentionBackend, "get_builder_cls", staticmethod(lambda: builder)),
         *kernels_moe.replacements(),
     ]
-    saved = [(owner, name, vars(owner).get(name)) for owner, name, _ in replacements]
-    try:
-        for owner, name, new in replacements:
-            setattr(owner, name, new)
+    with contextlib.ExitStack() as stack:
+        for replacement in replacements:
+            stack.enter_context(mock.patch.object(*replacement))
         yield
-    finally:
-        for owner, name, old in saved:
-            setattr(owner, name, old) if old is not None else delattr(owner, name)  # absent: it was inherited
 
 
 def _use_aligned_linear(layer, remove_weight):
@@ -603,14 +554,7 @@ def _use_aligned_linear(layer, remove_weight):
 
 
 def _engine_rms_norm(self, x, residual=None):
-    weight = self.weight.data
-    if residual is not None:
-        torch.ops._C.fused_add_rms_norm(x, residual, weight, self.variance_epsilon)
-        return x, residual
-    x = x.contiguous()  # Qwen3 passes a view into q/k/v, whose strides the operator does not look at
-    y = torch.empty_like(x)
-    torch.ops._C.rms_norm(y, x, weight, self.variance_epsilon)
-    return y
+    return rms_norm(x, self.weight.data, self.variance_epsilon, residual)
 
 
 def _attention_classes():
@@ -626,18 +570,11 @@ def _attention_classes():
                 owner = torch.repeat_interleave(torch.arange(m.num_reqs), ends - m.query_start_loc[:-1])
                 row_lens = (m.seq_lens[owner] - (ends[owner] - 1 - torch.arange(n))).to(torch.int32)
                 table = table[owner]
-            with ATTENTION_LOCK:
-                metadata = _row_metadata(row_lens, self.num_heads, self.num_kv_heads, self.head_dim, self.dtype, self.isa)
+            plan, _ = _plan(row_lens, self.num_heads, self.num_kv_heads, self.head_dim, self.dtype)
             return cpu_attn.CPUAttentionMetadata(
-                num_actual_tokens=n,
-                max_query_len=1,
-                query_start_loc=torch.arange(n + 1, dtype=torch.int32),
-                max_seq_len=m.max_seq_len,
-                seq_lens=row_lens,
-                block_table=table,
-                slot_mapping=m.slot_mapping,
-                scheduler_metadata=metadata,
-            )
+                num_actual_tokens=n, max_query_len=1, query_start_loc=torch.arange(n + 1, dtype=torch.int32), block_table=table,
+                seq_lens=row_lens, max_seq_len=m.max_seq_len, slot_mapping=m.slot_mapping, scheduler_metadata=plan,
+            )  # fmt: skip
 
     class LockedImpl(cpu_attn.CPUAttentionBackendImpl):
         def forward(self, *args, **kwargs):

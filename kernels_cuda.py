@@ -34,11 +34,10 @@ ENVIRONMENT = {
 }
 
 
-def choose_devices(engine: str | None = None, learner: str | None = None, gpus: int | None = None) -> tuple[str, str]:
+def choose_devices(engine: str | None = None, learner: str | None = None) -> tuple[str, str]:
     """Devices of engine and learner, "cpu" or "cuda:N". What is not given: both on the one GPU; of several, the engine on
     the last and the learner on the first; without any, the CPU. Raises ValueError (one line) for a device that is not there."""
-    if gpus is None:
-        gpus = torch.cuda.device_count() if _vllm_version() else 0
+    gpus = torch.cuda.device_count() if _vllm_version() else 0
     default = ("cpu", "cpu") if not gpus or "cpu" in (engine, learner) else (f"cuda:{gpus - 1}", "cuda:0")
     chosen = [engine or default[0], learner or default[1]]
     for i, flag in enumerate(("--engine-device", "--learner-device")):
@@ -98,6 +97,7 @@ def engine_settings(kernels_mode: str, device: str, memory: float | None) -> dic
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Streams: learner and engine have one each
+
 
 def own_stream(device) -> torch.cuda.Stream | None:
     """A new stream; None, which `torch.cuda.stream` takes for "no change", on the CPU."""

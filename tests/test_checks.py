@@ -73,20 +73,20 @@ def second(change):
 ENGINE_SIDE = [
     # operation, layer, module of the engine, its broken output
     ("embedding", None, "embed_tokens", flip),
-    ("norm", 0, "layers.0.input_layernorm", flip),
+    ("input norm", 0, "layers.0.input_layernorm", flip),
     ("q/k/v", 1, "layers.1.self_attn.qkv_proj", first(flip)),
     ("q/k norm", 1, "layers.1.self_attn.q_norm", flip),
     ("q/k norm", 0, "layers.0.self_attn.k_norm", flip),
     ("rotary", 0, "layers.0.self_attn.rotary_emb", second(flip)),
     ("attention", 1, "layers.1.self_attn.attn", flip),
     ("o_proj", 1, "layers.1.self_attn.o_proj", first(flip)),
-    ("residual", 0, "layers.0.post_attention_layernorm", second(flip)),
-    ("norm", 1, "layers.1.post_attention_layernorm", first(flip)),
+    ("post-attention residual", 0, "layers.0.post_attention_layernorm", second(flip)),
+    ("post-attention norm", 1, "layers.1.post_attention_layernorm", first(flip)),
     ("gate/up", 0, "layers.0.mlp.gate_up_proj", first(flip)),
     ("activation", 1, "layers.1.mlp.act_fn", flip),
     ("down", 0, "layers.0.mlp.down_proj", first(flip)),
-    ("residual", 1, "layers.1.input_layernorm", second(flip)),
-    ("residual", None, "norm", second(flip)),
+    ("input residual", 1, "layers.1.input_layernorm", second(flip)),
+    ("final residual", None, "norm", second(flip)),
     ("final norm", None, "norm", first(flip)),
     ("logits", None, "logits_processor", flip),
     ("log-softmax", None, "sampler", second(lambda x: torch.cat([x[:1] * 1.0001, x[1:]]))),
@@ -107,12 +107,12 @@ def test_locator_names_the_operation_that_is_broken_in_the_engine(subject, broke
 LABELS = {op for op, *_ in ENGINE_SIDE}
 
 LEARNER_SIDE = [
-    ("norm", 0, "RMSNorm", "llama", flip),
-    ("q/k norm", 0, "RMSNorm", "qwen3", lambda x: flip(x) if x.shape[-1] == 32 else x),  # heads are 32 wide
+    ("input norm", 0, "RMSNorm", "llama", lambda out: out if isinstance(out, tuple) else flip(out)),
+    ("q/k norm", 0, "RMSNorm", "qwen3", lambda out: flip(out) if len(out[0]) == 32 else out),  # heads are 32 wide
     ("rotary", 0, "Rotary", "qwen2", first(flip)),
     ("attention", 0, "Attention", "qwen3", flip),
-    ("norm", 0, "AddRMSNorm", "llama", first(flip)),
-    ("residual", 0, "AddRMSNorm", "llama", second(flip)),
+    ("post-attention norm", 0, "RMSNorm", "llama", lambda out: first(flip)(out) if isinstance(out, tuple) else out),
+    ("post-attention residual", 0, "RMSNorm", "llama", lambda out: second(flip)(out) if isinstance(out, tuple) else out),
     ("q/k/v", 0, "linear", "llama", flip),
     ("logits", None, "linear", "qwen3", lambda x: flip(x) if x.shape[-1] == 128 else x),  # 128 tokens, and no layer so wide
     ("log-softmax", None, "TokenLogprobs", "qwen3-untied", first(lambda x: x * 1.0001)),

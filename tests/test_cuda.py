@@ -127,8 +127,7 @@ def test_swiglu_calls_the_engines_operator_at_any_width(on_cuda, monkeypatch):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("biased", [False, True])
 def test_token_logprobs_backward_equals_autograd(on_cuda, temperature, biased, monkeypatch):
-    chunks = kernels._chunks
-    monkeypatch.setattr(kernels, "_chunks", lambda vocab, rows, cuda: chunks(vocab, rows, cuda, elements=32 * vocab))
+    monkeypatch.setattr(kernels, "_chunks", lambda vocab, rows, cuda: [(0, 32), (32, 64), (64, 75)])
     targets = torch.randint(0, 50, (75,), generator=torch.Generator().manual_seed(0))
     op = lambda h, w, b=None: kernels.TokenLogprobs.apply(h, w, b, targets, temperature)[0]  # noqa: E731
 
@@ -162,7 +161,7 @@ def test_attention_over_a_scratch_cache_is_causal_attention_of_each_sequence(on_
             outs.append(out[0].transpose(0, 1).reshape(len(q1), -1))
         return torch.cat(outs)
 
-    op = lambda q, k, v: kernels.Attention.apply(q, k, v, packed, D, None, None)[:n]  # noqa: E731
+    op = lambda q, k, v: kernels.Attention.apply(q, k, v, packed, D, None)[:n]  # noqa: E731
     check_gradients(op, reference, q, k, v, tolerance=1e-5 if dtype == torch.float32 else 0.01)
     assert on_cuda["unified_attention"] == on_cuda["triton_reshape_and_cache_flash"] == 1
     assert on_cuda["unified_attention", "last"]["softmax_segm_output"] is None  # a buffer of the kernel that splits
@@ -279,9 +278,9 @@ kernels_cuda.attention = lambda q, k, v, packed: q.clone()
 def run(dtype):
     packed = kernels.pack([[0] * n for n in (3, 17, 40)], rows=False)
     x, w, n = torch.randn(64, 48).to(dtype).requires_grad_(), torch.randn(96, 48).to(dtype).requires_grad_(), torch.ones(48, dtype=dtype, requires_grad=True)
-    y, total = kernels.AddRMSNorm.apply(kernels.RMSNorm.apply(x, n, 1e-6), x, n, 1e-6)
+    y, total = kernels.RMSNorm.apply(kernels.RMSNorm.apply(x, n, 1e-6), n, 1e-6, x)
     z = kernels.linear(y, w, None)
-    a = kernels.Attention.apply(z[:, :32], z[:, 32:64], z[:, 64:].contiguous(), packed, 16, None, None)
+    a = kernels.Attention.apply(z[:, :32], z[:, 32:64], z[:, 64:].contiguous(), packed, 16, None)
     logp, _ = kernels.token_logprobs(total, torch.nn.Linear(48, 50, dtype=dtype), torch.arange(64) % 50, 1.0)
     (logp.sum() + kernels.SwiGLU.apply(a).float().sum()).backward()
     assert all(t.grad.isfinite().all() for t in (x, w, n))
@@ -298,6 +297,20 @@ print("used", sorted(used))
 # Devices and refusals
 
 
+@pytest.fixture
+def machine(monkeypatch):
+    """machine(version, {device: (name, capability)}): what the machine is said to have."""
+
+    def of(version="0.32.0", gpus=(("H", (9, 0)), ("H", (9, 0)))):
+        monkeypatch.setattr(kernels_cuda, "_vllm_version", lambda: version)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: gpus[int(d[-1])][0])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: gpus[int(d[-1])][1])
+
+    monkeypatch.delenv("VLLM_ATTENTION_BACKEND", raising=False)
+    return of
+
+
 @pytest.mark.parametrize(
     "engine, learner, gpus, expected",
     [
@@ -312,8 +325,9 @@ print("used", sorted(used))
         (None, "cpu", 2, ("cpu", "cpu")),
     ],
 )
-def test_devices_are_chosen_sensibly(engine, learner, gpus, expected):
-    assert kernels_cuda.choose_devices(engine, learner, gpus) == expected
+def test_devices_are_chosen_sensibly(machine, engine, learner, gpus, expected):
+    machine(gpus=[("H", (9, 0))] * gpus)
+    assert kernels_cuda.choose_devices(engine, learner) == expected
 
 
 @pytest.mark.parametrize(
@@ -328,9 +342,10 @@ def test_devices_are_chosen_sensibly(engine, learner, gpus, expected):
         ("cpu", "cuda:0", 2, "--engine-device cpu, --learner-device cuda:0: both must"),
     ],
 )
-def test_a_device_that_is_not_there_is_a_one_line_error_that_names_the_flag(engine, learner, gpus, message):
+def test_a_device_that_is_not_there_is_a_one_line_error_that_names_the_flag(machine, engine, learner, gpus, message):
+    machine(gpus=[("H", (9, 0))] * gpus)
     with pytest.raises(ValueError) as error:
-        kernels_cuda.choose_devices(engine, learner, gpus)
+        kernels_cuda.choose_devices(engine, learner)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -346,20 +361,6 @@ def test_the_command_refuses_devices_with_one_line_and_writes_nothing(flags, mes
     assert run_async.main(["--out", str(tmp_path / "run"), *flags]) == 2
     err = capsys.readouterr().err
     assert message in err and len(err.strip().splitlines()) == 1 and not (tmp_path / "run").exists()
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """machine(version, {device: (name, capability)}): what the machine is said to have."""
-
-    def of(version="0.32.0", gpus=(("H", (9, 0)), ("H", (9, 0)))):
-        monkeypatch.setattr(kernels_cuda, "_vllm_version", lambda: version)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: gpus[int(d[-1])][0])
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: gpus[int(d[-1])][1])
-
-    monkeypatch.delenv("VLLM_ATTENTION_BACKEND", raising=False)
-    return of
 
 
 BOTH = ("cuda:1", "cuda:0")
@@ -636,7 +637,7 @@ def test_gpu_rows_do_not_depend_on_the_row_count(dtype):
         lambda x: kernels.linear(x, w, b),
         lambda x: kernels.RMSNorm.apply(x, n, 1e-6),
         # before https://github.com/vllm-project/vllm/pull/48391 the operator's bits changed at 256 rows, in this mode too
-        lambda x: torch.cat(kernels.AddRMSNorm.apply(x, x.roll(1, -1), n, 1e-6), -1),
+        lambda x: torch.cat(kernels.RMSNorm.apply(x, n, 1e-6, x.roll(1, -1)), -1),
         kernels.swiglu,
         lambda x: kernels.TokenLogprobs.apply(x, w, b, torch.arange(len(x), device=device) % 128, 0.7)[0],
     ]

@@ -234,7 +234,7 @@ def test_add_rms_norm_backward_equals_autograd():
     def reference(x, residual, weight):
         return norm64(x + residual, weight), x + residual
 
-    op = lambda x, r, w: kernels.AddRMSNorm.apply(x, r, w, 1e-6)  # noqa: E731
+    op = lambda x, r, w: kernels.RMSNorm.apply(x, w, 1e-6, r)  # noqa: E731
     check_gradients(op, reference, randn(37, 64), randn(37, 64, seed=1), 1 + randn(64, seed=2))
 
 
@@ -255,16 +255,15 @@ def test_rotary_backward_equals_autograd():
 
 def attention_inputs(lengths, H, K, D, dtype=torch.float32):
     packed = kernels.pack([[0] * n for n in lengths])
-    T, isa = len(packed.input_ids), kernels._isa(dtype, D)
-    q, k, v = (randn(T, heads * D, seed=i, dtype=dtype) for i, heads in enumerate((H, K, K)))
-    return q, k, v, packed, kernels._row_metadata(packed.row_lens, H, K, D, dtype, isa), isa
+    q, k, v = (randn(len(packed.input_ids), heads * D, seed=i, dtype=dtype) for i, heads in enumerate((H, K, K)))
+    return q, k, v, packed, kernels._plan(packed.row_lens, H, K, D, dtype)
 
 
 @pytest.mark.parametrize("H, K, D", [(4, 2, 32), (3, 1, 64), (2, 2, 128)])
 def test_attention_backward_equals_autograd(H, K, D):
     # like lengths share a padded group of the backward; 129 and 260 reach into another block
     lengths = [1, 2, 5, 60, 64, 70, 127, 128, 129, 260]
-    q, k, v, packed, metadata, isa = attention_inputs(lengths, H, K, D)
+    q, k, v, packed, plan = attention_inputs(lengths, H, K, D)
     n = packed.tokens
 
     def reference(q, k, v):
@@ -274,13 +273,13 @@ def test_attention_backward_equals_autograd(H, K, D):
             outs.append(out[0].transpose(0, 1).reshape(len(q1), -1))
         return torch.cat(outs)
 
-    check_gradients(lambda q, k, v: kernels.Attention.apply(q, k, v, packed, D, metadata, isa)[:n], reference, q, k, v)
+    check_gradients(lambda q, k, v: kernels.Attention.apply(q, k, v, packed, D, plan)[:n], reference, q, k, v)
 
 
 def test_attention_padding_rows_have_no_output_and_no_gradient():
-    q, k, v, packed, metadata, isa = attention_inputs([5, 130], 4, 2, 32)
+    q, k, v, packed, plan = attention_inputs([5, 130], 4, 2, 32)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = kernels.Attention.apply(*inputs, packed, 32, metadata, isa)
+    out = kernels.Attention.apply(*inputs, packed, 32, plan)
     out.backward(randn(*out.shape))
     assert len(out) == 144 and packed.tokens == 135
     for x in (out, *(x.grad for x in inputs)):
@@ -302,8 +301,7 @@ def test_swiglu_backward_equals_autograd():
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("biased", [False, True])
 def test_token_logprobs_backward_equals_autograd(temperature, biased, monkeypatch):
-    chunks = kernels._chunks
-    monkeypatch.setattr(kernels, "_chunks", lambda vocab, rows, _: chunks(vocab, rows, elements=32 * vocab))  # 32 rows at a time
+    monkeypatch.setattr(kernels, "_chunks", lambda vocab, rows, cuda: [(0, 32), (32, 64), (64, 75)])
     targets = torch.randint(0, 50, (75,), generator=torch.Generator().manual_seed(0))
     op = lambda h, w, b=None: kernels.TokenLogprobs.apply(h, w, b, targets, temperature)[0]  # noqa: E731
 
@@ -353,16 +351,16 @@ def test_swiglu_rows_do_not_depend_on_the_row_count_or_on_threads(dtype, cores, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_rows_do_not_depend_on_the_batch(dtype):
     lengths = [1, 127, 128, 129, 16, 17, 260]
-    q, k, v, packed, metadata, isa = attention_inputs(lengths, 4, 2, 32, dtype)
-    together = kernels.Attention.apply(q, k, v, packed, 32, metadata, isa)
+    q, k, v, packed, plan = attention_inputs(lengths, 4, 2, 32, dtype)
+    together = kernels.Attention.apply(q, k, v, packed, 32, plan)
     start = 0
     for n in lengths:
         one = kernels.pack([[0] * n])
         part = [F.pad(x[start : start + n], (0, 0, 0, -n % 16)) for x in (q, k, v)]
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            plan = kernels._row_metadata(one.row_lens, 4, 2, 32, dtype, isa)  # is for a number of threads
-            assert torch.equal(kernels.Attention.apply(*part, one, 32, plan, isa)[:n], together[start : start + n])
+            plan = kernels._plan(one.row_lens, 4, 2, 32, dtype)  # is for a number of threads
+            assert torch.equal(kernels.Attention.apply(*part, one, 32, plan)[:n], together[start : start + n])
         start += n
 
 
@@ -430,17 +428,18 @@ def test_without_a_request_for_each_row_attention_gives_other_bits():
     different = 0
     for dtype in (torch.float32, torch.bfloat16):
         L, H, K, D = 700, 4, 2, 128
-        q, k, v, packed, metadata, isa = attention_inputs([L], H, K, D, dtype)
-        rows = kernels.Attention.apply(q, k, v, packed, D, metadata, isa)[:L]
+        q, k, v, packed, plan = attention_inputs([L], H, K, D, dtype)
+        rows = kernels.Attention.apply(q, k, v, packed, D, plan)[:L]
         q, k, v = (x[:L].view(L, -1, D) for x in (q, k, v))
         cache = q.new_zeros(packed.blocks, K, 2 * kernels.BLOCK, D)
         keys, values = cache.chunk(2, dim=2)
         starts, lens = torch.tensor([0, L], dtype=torch.int32), torch.tensor([L], dtype=torch.int32)
-        plan = torch.ops._C.get_scheduler_metadata(1, H, K, D, lens, dtype, starts, True, -1, isa, False, None)
+        isa = plan[1]
+        stock = torch.ops._C.get_scheduler_metadata(1, H, K, D, lens, dtype, starts, True, -1, isa, False, None)
         torch.ops._C.cpu_attn_reshape_and_cache(k, v, keys, values, packed.slots, isa)
         out = torch.zeros_like(q)
         torch.ops._C.cpu_attention_with_kv_cache(
-            q, keys, values, out, starts, lens, D**-0.5, True, None, -1, packed.block_table[:1], 0.0, plan, None, None
+            q, keys, values, out, starts, lens, D**-0.5, True, None, -1, packed.block_table[:1], 0.0, stock, None, None
         )
         torch.testing.assert_close(out.view(L, -1), rows, rtol=0.02, atol=0.02)
         different += (out.view(L, -1) != rows).any(-1).sum().item()
@@ -452,20 +451,21 @@ def test_rounding_the_residual_sum_before_the_norm_gives_other_logprobs(tiny, en
     learner, samples = Learner(path, "bfloat16"), engine(path, "bfloat16").generate(make_requests([9, 140]), 40, 1.0, version=0)
     assert torch.equal(logprobs_of(learner, samples), recorded(samples))
 
+    norm = kernels.RMSNorm.apply
+
     class RoundedFirst:  # as transformers does
         @staticmethod
-        def apply(x, residual, weight, eps):
-            total = x + residual
-            return kernels.RMSNorm.apply(total, weight, eps), total
+        def apply(x, weight, eps, residual=None):
+            return norm(x, weight, eps) if residual is None else (norm(x + residual, weight, eps), x + residual)
 
-    monkeypatch.setattr(kernels, "AddRMSNorm", RoundedFirst)
+    monkeypatch.setattr(kernels, "RMSNorm", RoundedFirst)
     assert not torch.equal(logprobs_of(learner, samples), recorded(samples))
 
 
 def test_add_rms_norm_scales_the_rounded_sum_by_the_mean_square_of_the_unrounded_one():
     # what the C++ operator does on a CPU; vLLM rounds the sum for the residual and normalises that, in float32
     x, residual, weight = (randn(*shape, seed=i, dtype=torch.bfloat16) for i, shape in enumerate([(64, 128), (64, 128), (128,)]))
-    y, total = kernels.AddRMSNorm.apply(x, residual, weight, 1e-6)
+    y, total = kernels.RMSNorm.apply(x, weight, 1e-6, residual)
     assert torch.equal(total, x + residual)
     unrounded = x.double() + residual.double()
     scale = torch.rsqrt(unrounded.square().mean(-1, keepdim=True) + 1e-6)
@@ -475,10 +475,10 @@ def test_add_rms_norm_scales_the_rounded_sum_by_the_mean_square_of_the_unrounded
 
 def test_a_scratch_cache_that_is_not_zeros_may_give_nan(monkeypatch):
     inputs = attention_inputs([5, 130], 4, 2, 32)
-    q, k, v, packed, metadata, isa = inputs
-    assert kernels.Attention.apply(q, k, v, packed, 32, metadata, isa).isfinite().all()
+    q, k, v, packed, plan = inputs
+    assert kernels.Attention.apply(q, k, v, packed, 32, plan).isfinite().all()
     monkeypatch.setattr(torch.Tensor, "new_zeros", lambda x, *shape: x.new_full(shape, float("nan")))
-    assert kernels.Attention.apply(q, k, v, packed, 32, metadata, isa).isnan().any()
+    assert kernels.Attention.apply(q, k, v, packed, 32, plan).isnan().any()
 
 
 def test_making_the_rotary_table_leaves_the_engines_cache_as_it_was(tiny):
@@ -510,14 +510,14 @@ def _wrong_results(locked: bool, seconds: float, found):
     """In a process of its own, which the race may crash: two threads in the attention at once; counts wrong results."""
     torch.set_num_threads(1)
     cases = [attention_inputs([300 + 8 * i] * 4, 4, 2, 128) for i in range(2)]
-    expected = [kernels.Attention.apply(*c[:4], 128, *c[4:]) for c in cases]
+    expected = [kernels.Attention.apply(*c[:4], 128, c[4]) for c in cases]
     stop = time.monotonic() + seconds
     if not locked:
         kernels.ATTENTION_LOCK = __import__("contextlib").nullcontext()
 
     def work(case, right):
         while time.monotonic() < stop and found[1] == 0:
-            out = kernels.Attention.apply(*case[:4], 128, *case[4:])
+            out = kernels.Attention.apply(*case[:4], 128, case[4])
             found[0] += 1
             found[1] += not torch.equal(out, right)
 
