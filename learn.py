@@ -126,7 +126,7 @@ class Learner:
         self.optimizer = torch.optim.AdamW([self.master], lr=lr, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
 
     def _place(self) -> dict[str, torch.Tensor]:
-        """Put the model on its device. Returns the parameters, name -> tensor (learn_fsdp.py: those rows of them that lie here)."""
+        """Put the model on its device; returns the parameters, name -> tensor (in learn_fsdp.py, the rows that lie here)."""
         self.model.to(self.device)
         return dict(self.model.named_parameters())
 
