@@ -135,5 +135,21 @@ def test_a_run_goes_on_with_another_number_of_learners_and_back(results, case, l
 def test_a_learner_holds_its_rows_and_no_more(results, case, learners):
     done, _ = results
     sizes, whole = [rank[1] for rank in done[case, learners]], sum(w.numel() for w in done[case, 1][3].values())
-    assert whole <= sum(sizes) < whole + 64 * learners
+    assert whole <= sum(sizes) < whole + 64 * learners and not any(size % 64 for size in sizes)
     assert max(sizes) < 1.05 * whole / learners or case == "experts"  # six experts for four
+
+
+def test_adam_gives_an_element_the_same_bits_wherever_it_lies_in_a_multiple_of_64():
+    def adam(chosen):
+        p = torch.nn.Parameter(weights[chosen].clone())
+        optimizer = torch.optim.AdamW([p], lr=1e-3, weight_decay=0.0, fused=True)
+        for grad in grads:
+            p.grad = grad[chosen].clone()
+            optimizer.step()
+        return torch.stack([p.detach(), optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]])
+
+    weights, *grads = torch.randn(6, 64_000, generator=torch.Generator().manual_seed(0))
+    whole = adam(slice(None))
+    for start, size in ((0, 64), (5, 128), (1003, 6400), (63_936, 64)):
+        part = slice(start, start + size)
+        assert torch.equal(adam(part), whole[:, part])
