@@ -428,12 +428,13 @@ def hidden_states(model, packed: Packed, cos_sin, gradient_checkpointing: bool =
 
     if not packed.input_ids.is_cuda:
         plan = _plan(packed.row_lens, config.num_attention_heads, config.num_key_value_heads, head_size(config), model.dtype)
-    layer_forward = _decoder_layer
-    if gradient_checkpointing and torch.is_grad_enabled():
-        layer_forward = functools.partial(checkpoint, _decoder_layer, use_reentrant=False)
     x, residual = traced("", "embedding", F.embedding(packed.input_ids, model.model.embed_tokens.weight)), None
     for i, layer in enumerate(model.model.layers):
-        x, residual = layer_forward(layer, x, residual, packed, cos_sin, plan, functools.partial(traced, f"layers.{i}."))
+        # learn_fsdp.py registers `aligned_forward`, for FSDP to gather the layer's weights around
+        forward = getattr(layer, "aligned_forward", functools.partial(_decoder_layer, layer))
+        if gradient_checkpointing and torch.is_grad_enabled():
+            forward = functools.partial(checkpoint, forward, use_reentrant=False)
+        x, residual = forward(x, residual, packed, cos_sin, plan, functools.partial(traced, f"layers.{i}."))
     return _add_norm(x, residual, model.model.norm, functools.partial(traced, ""), "final")[0]
 
 
