@@ -20,6 +20,7 @@ On CUDA the forward passes are the engine's own (kernels_cuda.py); the backward 
 
 import contextlib
 import ctypes
+import functools
 import os
 import threading
 from dataclasses import dataclass
@@ -470,10 +471,12 @@ def hidden_states(model, packed: Packed, cos_sin, gradient_checkpointing: bool =
         trace("embedding", x)
     for i, layer in enumerate(model.model.layers):
         at = (lambda op, t, i=i: trace(f"layers.{i}.{op}", t)) if trace else None
+        # learn_fsdp.py registers `aligned_forward`, for FSDP to gather the layer's weights around
+        forward = getattr(layer, "aligned_forward", functools.partial(_decoder_layer, layer))
         if gradient_checkpointing and torch.is_grad_enabled():
-            x, residual = checkpoint(_decoder_layer, layer, x, residual, packed, cos_sin, metadata, isa, use_reentrant=False)
+            x, residual = checkpoint(forward, x, residual, packed, cos_sin, metadata, isa, use_reentrant=False)
         else:
-            x, residual = _decoder_layer(layer, x, residual, packed, cos_sin, metadata, isa, at)
+            x, residual = forward(x, residual, packed, cos_sin, metadata, isa, at)
     x, residual = _add_norm(x, residual, model.model.norm)
     if trace:
         trace("final residual", residual)

@@ -97,7 +97,8 @@ class Learner:
             kernels.require_supported(config, self.device)
             kernels.load_ops()
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), use_safetensors=True)
-        self.model.to(self.device).eval()  # eval: no dropout
+        self.params = self._place()
+        self.model.eval()  # no dropout
         self.model.get_input_embeddings().padding_idx = None  # a pad that is also the eos learns like any other token
         self.mode, self.temperature, self.gates = kernels_mode, temperature, gates
         self.tokens_per_microbatch, self.audit, self.allow_mismatch = tokens_per_microbatch, audit, allow_mismatch
@@ -117,13 +118,17 @@ class Learner:
 
         # Float32 master weights, flat: one tensor for the optimizer, the gradient and its norm. A bfloat16 weight would
         # swallow updates below 1/256 of its size.
-        self.params = dict(self.model.named_parameters())
         self.master = torch.nn.Parameter(torch.cat([p.detach().float().flatten() for p in self.params.values()]))
         self.master.grad = torch.zeros_like(self.master)
         sizes = [p.numel() for p in self.params.values()]
         views = zip(self.params.values(), self.master.detach().split(sizes), self.master.grad.split(sizes))
         self.views = [(p, m.view_as(p), g.view_as(p)) for p, m, g in views]
         self.optimizer = torch.optim.AdamW([self.master], lr=lr, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
+
+    def _place(self) -> dict[str, torch.Tensor]:
+        """Put the model on its device; returns the parameters, name -> tensor (in learn_fsdp.py, the rows that lie here)."""
+        self.model.to(self.device)
+        return dict(self.model.named_parameters())
 
     # -- weights
 
@@ -198,33 +203,11 @@ class Learner:
     def update(self, samples: list[Sample], step: int, weights_of) -> dict[str, float]:
         """One gradient step on a batch. `step` is k; weights_of(v) gives the weights of a version that sampled some of
         the batch. Returns the metrics of the run's table. Raises MismatchError (aligned kernels only)."""
-        advantage = advantages(samples)
-        stats, logp_now, lr = Stats(), [None] * len(samples), self.optimizer.param_groups[0]["lr"]
+        advantage, lr = advantages(samples), self.optimizer.param_groups[0]["lr"]
         self.master.grad.zero_()
-        # Responses without an advantage have no gradient: they are scored for the metrics, without a backward.
-        for learn in (True, False):
-            chosen = [i for i, a in enumerate(advantage) if (a != 0) == learn]
-            for microbatch in self.microbatches([samples[i] for i in chosen]):
-                indices = [chosen[j] for j in microbatch]
-                batch = [samples[i] for i in indices]
-                with torch.set_grad_enabled(learn):
-                    logp, entropy = self.score(batch)  # [N] each
-                sizes = torch.tensor([len(s.response_ids) for s in batch])
-                owner = torch.repeat_interleave(torch.arange(len(batch)), sizes)
-                logmu = torch.cat([s.logprobs for s in batch])
-                mask = torch.tensor([m for s in batch for m in s.mask], dtype=torch.bool)
-                now, entropy = logp.detach().cpu(), entropy.cpu()
-                w, valid, rejected = token_weights(now, logmu, mask, owner, self.gates)
-                scale = torch.tensor([-advantage[i] / len(samples) for i in indices], dtype=torch.float64)
-                scale /= torch.zeros(len(batch), dtype=torch.float64).index_add_(0, owner, valid.double()).clamp_(min=1)
-                coefficient = w * scale.float()[owner]
-                stats.add(now, logmu, entropy, mask, valid, rejected, owner, coefficient)
-                for i, part in zip(indices, now.split(sizes.tolist())):
-                    logp_now[i] = part
-                if learn:
-                    self._backward(logp, coefficient)
+        stats, logp_now = self._passes(samples, [-a / len(samples) for a in advantage])
         # in parts: one float32 sum over 2^28 squares would be several per cent too small
-        parts = torch.stack([part.norm() for part in self.master.grad.split(2**16)])
+        parts = torch.stack([part.norm() for part in self._grad_parts(2**16)])
         norm = math.sqrt(sum(part**2 for part in parts.tolist()))
         metrics = batch_metrics(samples, step) | stats.metrics(self.gates.gate) | expert_metrics(samples, self.model.config)
         # bad: not one token to learn from counts too, for its gradient is a finite 0
@@ -244,6 +227,34 @@ class Learner:
             )
         return metrics
 
+    def _passes(self, samples, scale: list[float]) -> tuple["Stats", list[torch.Tensor]]:
+        """Score all samples and accumulate the gradient; scale: of each sample, the -A_i / B of the loss. Returns the sums for
+        the metrics, and log pi_k of each sample."""
+        stats, logp_now = Stats(), [None] * len(samples)
+        # Responses without an advantage have no gradient: they are scored for the metrics, without a backward.
+        for learn in (True, False):
+            chosen = [i for i, a in enumerate(scale) if (a != 0) == learn]
+            for microbatch in self.microbatches([samples[i] for i in chosen]):
+                indices = [chosen[j] for j in microbatch]
+                batch = [samples[i] for i in indices]
+                with torch.set_grad_enabled(learn):
+                    logp, entropy = self.score(batch)  # [N] each
+                sizes = torch.tensor([len(s.response_ids) for s in batch])
+                owner = torch.repeat_interleave(torch.arange(len(batch)), sizes)
+                logmu = torch.cat([s.logprobs for s in batch])
+                mask = torch.tensor([m for s in batch for m in s.mask], dtype=torch.bool)
+                now, entropy = logp.detach().cpu(), entropy.cpu()
+                w, valid, rejected = token_weights(now, logmu, mask, owner, self.gates)
+                factor = torch.tensor([scale[i] for i in indices], dtype=torch.float64)
+                factor /= torch.zeros(len(batch), dtype=torch.float64).index_add_(0, owner, valid.double()).clamp_(min=1)
+                coefficient = w * factor.float()[owner]
+                stats.add(now, logmu, entropy, mask, valid, rejected, owner, coefficient)
+                for i, part in zip(indices, now.split(sizes.tolist())):
+                    logp_now[i] = part
+                if learn:
+                    self._backward(logp, coefficient)
+        return stats, logp_now
+
     def _backward(self, logp: torch.Tensor, coefficient: torch.Tensor) -> None:
         """Accumulate the gradient of sum(coefficient * logp) into the float32 gradient."""
         logp.backward(coefficient.to(logp.device))
@@ -251,6 +262,9 @@ class Learner:
         torch._foreach_add_([grad for _, grad in used], [p.grad for p, _ in used])
         for p, _ in used:
             p.grad = None
+
+    def _grad_parts(self, size: int):
+        return self.master.grad.split(size)
 
     @torch.no_grad()
     def _round_master(self) -> None:
