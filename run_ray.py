@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import shutil
 import signal
@@ -79,11 +80,8 @@ def check(config: Config) -> None:
 def set_up(config: Config, run: "Run"):
     """As in run_async.py, but engines, and learners if there are several, are Ray actors."""
     start_ray(config, run)
-    learner, engines, store = run_async.set_up(
-        config, run,
-        Learner=functools.partial(Learners, config) if config.learners > 1 else None,
-        Engine=functools.partial(Engines, config),
-    )  # fmt: skip
+    learners = functools.partial(Learners, config) if config.learners > 1 else None
+    learner, engines, store = run_async.set_up(config, run, learners, functools.partial(Engines, config))
     engines.learner = learner
     return learner, engines, store
 
@@ -197,24 +195,35 @@ class Sender:
 # Rollout engines
 
 
-class NotLoaded(Exception):
-    """GPUs: an engine's process is a new one, and no rank of the weight transfer."""
+class NotLoaded(RayError):
+    """GPUs: an engine's process is a new one, and no rank of the weight transfer. The run starts again, as for a lost learner."""
 
 
 class EngineActor:
-    """rollout.Engine in a process of its own. It is made in the first call, not in __init__: when the process dies while it makes
-    its engine, that call has failed, and Ray counts it."""
+    """rollout.Engine in a process of its own. It is made in a call, not in __init__: when the process dies while it makes its
+    engine, that call has failed, and Ray counts it."""
 
     def __init__(self, config: Config, args, settings):
         self.config, self.args, self.settings, self.engine = config, args, settings, None
 
+    def start(self) -> None:
+        if self.engine is None:
+            from transformers import AutoTokenizer
+
+            c = self.config
+            kernels.keep_freed_memory()
+            self.task = envs.load_env(c.env, AutoTokenizer.from_pretrained(self.args[0]), c.seed, c.difficulty, c.max_turns,
+                                      c.unsafe_sandbox, data=c.data, data_fields=c.data_fields, skip_bad_rows=c.skip_bad_rows)  # fmt: skip
+            self.engine = Engine(*self.args, **self.settings)
+            torch.set_num_threads(c.rollout_threads or default_threads(c.lag))
+
     def load(self, refs: list, version: int) -> None:
         """refs: the object of the weights, in a list, or Ray would fetch it even if it is loaded already. GPUs: empty."""
-        engine = self._engine()
-        if engine.version != version and not refs:
-            raise NotLoaded(f"weights version {version}")
-        if engine.version != version:
-            engine.load(unpack(ray.get(refs[0])), version)
+        self.start()
+        if self.engine.version != version:
+            if not refs:
+                raise NotLoaded(f"an engine was lost, and with it weights version {version}")
+            self.engine.load(unpack(ray.get(refs[0])), version)
 
     def generate(self, refs: list, version: int, requests: list, max_new_tokens: int, temperature: float) -> list:
         """A call needs nothing from the ones before it, so Ray can repeat it in a new process."""
@@ -228,25 +237,17 @@ class EngineActor:
 
     def transfer(self, method: str, *args) -> None:
         """A step of vLLM's weight transfer; see Sender."""
-        engine = self._engine()
-        engine.version = None
-        with kernels.engine_kernels(engine.mode, engine.device), torch.cuda.stream(engine.stream):
-            getattr(engine.llm, method)(*args)
+        self.engine.version = None
+        with kernels.engine_kernels(self.engine.mode, self.engine.device), torch.cuda.stream(self.engine.stream):
+            getattr(self.engine.llm, method)(*args)
 
     def loaded(self, version: int) -> None:
         self.engine.loaded(version)
 
-    def _engine(self) -> Engine:
-        if self.engine is None:
-            from transformers import AutoTokenizer
-
-            c = self.config
-            kernels.keep_freed_memory()
-            self.task = envs.load_env(c.env, AutoTokenizer.from_pretrained(self.args[0]), c.seed, c.difficulty, c.max_turns,
-                                      c.unsafe_sandbox, data=c.data, data_fields=c.data_fields, skip_bad_rows=c.skip_bad_rows)  # fmt: skip
-            self.engine = Engine(*self.args, **self.settings)
-            torch.set_num_threads(c.rollout_threads or default_threads(c.lag))
-        return self.engine
+def engine_actors(config: Config, args, settings) -> list:
+    gpus = 0 if settings["device"] == "cpu" else config.tensor_parallel
+    actor = ray.remote(EngineActor).options(num_cpus=1, num_gpus=gpus, scheduling_strategy="SPREAD", max_restarts=-1, max_task_retries=DEATHS - 1)
+    return [actor.remote(config, args, settings) for _ in range(config.engines)]
 
 
 class Engines:
@@ -261,27 +262,29 @@ class Engines:
         if self.on_gpu:  # those that Ray gives the actor
             settings |= {"device": "cuda:0", "device_ids": list(range(config.tensor_parallel)),
                          "tensor_parallel_size": config.tensor_parallel, "weight_transfer_config": {"backend": "nccl"}}  # fmt: skip
-        actor = ray.remote(EngineActor).options(num_cpus=1, num_gpus=self.on_gpu * config.tensor_parallel, scheduling_strategy="SPREAD",
-                                                max_restarts=-1, max_task_retries=DEATHS - 1)  # fmt: skip
-        self.actors = [actor.remote(config, args, settings) for _ in range(config.engines)]
+        self.actors = engine_actors(config, args, settings)
+        waiting = f"--engines {config.engines}: not started within --rollout-timeout {config.rollout_timeout:g}; has Ray room for them all?"
+        self._all([actor.start.remote() for actor in self.actors], config.rollout_timeout, waiting)
 
     def load(self, weights: Weights, version: int) -> None:
         """CPUs: the weights become one object, which all engines read. GPUs: they are broadcast."""
-        self.version, self.weights, start = None, weights, time.perf_counter()
-        self.refs = [] if self.on_gpu else [put(weights)]
-        if self.on_gpu:
-            self._send(weights, version)
-        self.moved[version] = {"weight_bytes": sum(w.nbytes for w in weights.values()), "t_put": time.perf_counter() - start}
+        self.version, start = None, time.perf_counter()
+        self.refs = self._send(weights, version) if self.on_gpu else [put(weights)]
+        moved = {"weight_bytes": sum(w.nbytes for w in weights.values()), "t_put": time.perf_counter() - start}
+        self.moved.setdefault(version, moved)
         self._all([actor.load.remote(self.refs, version) for actor in self.actors])
         self.version = version
 
-    def _send(self, weights, version) -> None:
+    def _send(self, weights: Weights, version: int) -> list:
+        engines, size = self.actors, self.config.tensor_parallel
         if isinstance(self.learner, Learners):
-            return self.learner.send(put(weights), version, self.actors, self.config.tensor_parallel)
-        torch.cuda.set_device(self.learner.device)
-        with kernels_cuda.reading(weights, kernels_cuda.own_stream(self.learner.device)):
-            self.sender = self.sender or Sender(self.actors, self.config.tensor_parallel)
-            self.sender.send(weights, version)
+            result_of(self.learner.actors[0].send.remote(put(weights), version, engines, size))
+        else:
+            torch.cuda.set_device(self.learner.device)
+            with kernels_cuda.reading(weights, kernels_cuda.own_stream(self.learner.device)):
+                self.sender = self.sender or Sender(engines, size)
+                self.sender.send(weights, version)
+        return []
 
     def generate(self, requests: list, max_new_tokens: int, temperature: float, version: int) -> list:
         """As rollout.Engine.generate. The prompts, each with all its requests, are divided into equal consecutive shares."""
@@ -291,28 +294,22 @@ class Engines:
         requests = [dataclasses.replace(r, follow_up=r.follow_up is not None) for r in requests]
         prompts = [list(same) for _, same in itertools.groupby(requests, key=lambda r: r.prompt_ids)]
         cuts = [i * len(prompts) // len(self.actors) for i in range(len(self.actors) + 1)]
-        shares = [(actor, sum(prompts[a:b], [])) for actor, a, b in zip(self.actors, cuts, cuts[1:]) if a < b]
-
-        def sample() -> list:
-            return self._all([a.generate.remote(self.refs, version, share, max_new_tokens, temperature) for a, share in shares])
-
-        try:
-            samples = sum(sample(), [])
-        except NotLoaded:
-            self.sender = None
-            self.load(self.weights, version)
-            samples = sum(sample(), [])
+        calls = [actor.generate.remote(self.refs, version, sum(prompts[a:b], []), max_new_tokens, temperature)
+                 for actor, a, b in zip(self.actors, cuts, cuts[1:]) if a < b]  # fmt: skip
+        samples = sum(self._all(calls), [])
         for s in samples:
             s.logprobs, s.experts = torch.tensor(s.logprobs), None if s.experts is None else torch.tensor(s.experts)
         return samples
 
-    def _all(self, calls: list) -> list:
+    def _all(self, calls: list, timeout: float = math.inf, message: str = "") -> list:
         """Results of calls, in order. Raises what a call raised, within 0.1 s."""
-        pending = calls
+        pending, end = calls, time.monotonic() + timeout
         try:
             while pending:
                 if self.cancelled:
                     raise RuntimeError("generation cancelled")
+                if time.monotonic() > end:
+                    raise TimeoutError(message)
                 done, pending = ray.wait(pending, num_returns=len(pending), timeout=0.1)
                 result_of(done)
             return result_of(calls)
@@ -392,9 +389,6 @@ class Learners:
     def load_state(self, state: dict) -> None:
         self._all("load_state", ray.put(pack(state)))
 
-    def send(self, *args) -> None:
-        result_of(self.actors[0].send.remote(*args))
-
     def _all(self, method: str, *args) -> list:
         """Call every rank and wait for all; returns the objects of their results."""
         calls = [getattr(actor, method).remote(*args) for actor in self.actors]
@@ -420,8 +414,10 @@ class Run(run_async.Run):
         super().__init__(*rest)
 
     def log(self, metrics: dict, batch) -> None:
-        """weight_bytes: put into the object store, or broadcast, for this batch, in t_put seconds; 0 if its version was there."""
-        super().log(metrics | self.rollout.engine.moved.pop(batch.samples[0].version, {"weight_bytes": 0, "t_put": 0.0}), batch)
+        """With the first batch of a version: weight_bytes, put into the object store or broadcast, in t_put seconds."""
+        moved, version = self.rollout.engine.moved, batch.samples[0].version
+        super().log(metrics | moved[version], batch)
+        moved[version] = dict.fromkeys(moved[version], 0)
 
     def fail(self, error: BaseException) -> None:
         restarts = int(os.environ.get(RESTARTS, 0))
