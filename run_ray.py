@@ -40,9 +40,9 @@ try:
 except ImportError:
     print("run_ray.py: Ray is not installed: pip install --no-deps -r requirements-ray.txt", file=sys.stderr)
     raise SystemExit(2) from None
+from weight_transfer import Sender, free_address, result_of
 
 DEATHS = 3  # of an engine in a row, which end the run
-RESTARTS = "REINFORCE_ZERO_RESTARTS"  # environment variable: how often this run has started itself again
 
 
 @dataclass
@@ -88,18 +88,16 @@ def set_up(config: Config, run: "Run"):
 
 def start_ray(config: Config, run: "Run") -> None:
     """Join --ray-address, or start a Ray for this run, which ends with this process, however that ends."""
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    engine_device, learner_device, _ = devices(config)
-    ranks, local = config.learners if config.learners > 1 else 0, {}
+    handlers, local = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}, {}
     if not config.ray_address:
-        weights = run_async.parameters(run.model_path) * (4 if config.dtype == "float32" else 2)
-        local = {"num_cpus": config.engines + ranks, "object_store_memory": (config.lag + 3) * weights + (256 << 20), "include_dashboard": False}
-        if engine_device != "cpu":  # Ray gives away all GPUs but the one that this process computes on
-            gpus = [i for i in range(torch.cuda.device_count()) if ranks or f"cuda:{i}" != learner_device]
-            if len(gpus) < config.engines * config.tensor_parallel + ranks:
-                raise UserError(f"--engines {config.engines}: only {len(gpus)} GPUs are there besides the learner's")
+        store = (config.lag + 3) * run_async.parameters(run.model_path) * (4 if config.dtype == "float32" else 2) + (256 << 20)  # bytes
+        local = {"num_cpus": config.engines + config.learners, "object_store_memory": store, "include_dashboard": False}
+        if devices(config)[1] != "cpu":  # Ray gives away all GPUs but the one that this process computes on
+            gpus = [i for i in range(torch.cuda.device_count()) if config.learners > 1 or f"cuda:{i}" != devices(config)[1]]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # ms in which a broken connection may turn out to be a death; after that (1 s by default) the call would be repeated in vain
+    os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "30000")
     try:
         ray.init(config.ray_address or "local", logging_level="error", **local)  # what actors print goes to log.txt
     except Exception as error:
@@ -134,61 +132,6 @@ def unpack(packed: dict) -> dict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # read-only memory; nobody writes to published weights
         return {name: torch.from_numpy(array).view(dtype).view(shape) for name, (dtype, shape, array) in packed.items()}
-
-
-def result_of(calls):
-    """Of calls of actors; raises what a call raised, or a RayError if its process or node is gone."""
-    try:
-        return ray.get(calls)
-    except RayTaskError as error:
-        raise error.cause if isinstance(error.cause, Exception) else error from error
-
-
-def free_address() -> tuple[str, int]:
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return ray.util.get_node_ip_address(), s.getsockname()[1]
-
-
-class Sender:
-    """GPUs: the trainer's half of vLLM's weight transfer over NCCL, in the process that has the weights; the engines are the other
-    ranks. Written from the source of vLLM 0.32, distributed/weight_transfer/nccl_engine.py, and the two protocols of its base.py,
-    WeightSource and VLLMWeightSyncClient, that this class follows. No GPU has run it yet."""
-
-    def __init__(self, engines: list, tensor_parallel: int):
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
-
-        self.engines, self.tensor_parallel = engines, tensor_parallel
-        info = NCCLTrainerInitInfo(*free_address(), world_size=1 + len(engines) * tensor_parallel, rank=0)
-        self.trainer = NCCLTrainerWeightTransferEngine.trainer_init(info, client=self, source=self)
-
-    def send(self, weights: dict, version: int) -> None:
-        self.weights, self.version = weights, version
-        self.trainer.send_weights()
-
-    def metadata(self) -> list:
-        from vllm.distributed.weight_transfer import ParamMeta
-
-        return [ParamMeta(name, w.dtype, tuple(w.shape)) for name, w in self.weights.items()]
-
-    def __iter__(self):
-        return iter(self.weights.items())
-
-    def init_weight_transfer_engine(self, info: dict) -> None:  # each engine is a vLLM of its own and takes itself for the first
-        self._all("init_weight_transfer_engine", lambda i: [{"init_info": info | {"rank_offset": 1 + i * self.tensor_parallel}}])
-
-    def start_weight_update(self) -> None:
-        self._all("start_weight_update")
-
-    def update_weights(self, info: dict) -> None:
-        self._all("update_weights", lambda i: [{"update_info": info}])
-
-    def finish_weight_update(self, weight_version=None) -> None:
-        self._all("finish_weight_update")
-        result_of([engine.loaded.remote(self.version) for engine in self.engines])
-
-    def _all(self, method: str, args=lambda i: []) -> None:
-        result_of([engine.transfer.remote(method, *args(i)) for i, engine in enumerate(self.engines)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -259,12 +202,12 @@ class Engines:
         self.moved = {}  # version -> metrics of its way to the engines
         self.on_gpu = settings["device"] != "cpu"
         settings["max_seqs"] = min(-(-config.prompts // config.engines) * config.group_size, settings["max_seqs"])
-        if self.on_gpu:  # those that Ray gives the actor
+        if self.on_gpu:  # "cuda:0": of those that Ray gives the actor
             settings |= {"device": "cuda:0", "device_ids": list(range(config.tensor_parallel)),
                          "tensor_parallel_size": config.tensor_parallel, "weight_transfer_config": {"backend": "nccl"}}  # fmt: skip
         self.actors = engine_actors(config, args, settings)
-        waiting = f"--engines {config.engines}: not started within --rollout-timeout {config.rollout_timeout:g}; has Ray room for them all?"
-        self._all([actor.start.remote() for actor in self.actors], config.rollout_timeout, waiting)
+        late = f"--engines {config.engines}: not started within --rollout-timeout {config.rollout_timeout:g}; has Ray room for them all?"
+        self._all([actor.start.remote() for actor in self.actors], config.rollout_timeout, late)
 
     def load(self, weights: Weights, version: int) -> None:
         """CPUs: the weights become one object, which all engines read. GPUs: they are broadcast."""
@@ -276,14 +219,13 @@ class Engines:
         self.version = version
 
     def _send(self, weights: Weights, version: int) -> list:
-        engines, size = self.actors, self.config.tensor_parallel
         if isinstance(self.learner, Learners):
-            result_of(self.learner.actors[0].send.remote(put(weights), version, engines, size))
-        else:
-            torch.cuda.set_device(self.learner.device)
-            with kernels_cuda.reading(weights, kernels_cuda.own_stream(self.learner.device)):
-                self.sender = self.sender or Sender(engines, size)
-                self.sender.send(weights, version)
+            result_of(self.learner.actors[0].send.remote(put(weights), version, self.actors, self.config.tensor_parallel))
+            return []
+        torch.cuda.set_device(self.learner.device)
+        with kernels_cuda.reading(weights, kernels_cuda.own_stream(self.learner.device)):
+            self.sender = self.sender or Sender(self.actors, self.config.tensor_parallel)
+            self.sender.send(weights, version)
         return []
 
     def generate(self, requests: list, max_new_tokens: int, temperature: float, version: int) -> list:
@@ -328,8 +270,7 @@ class Engines:
 class LearnerActor:
     """A rank of torch.distributed with its ShardedLearner."""
 
-    def address(self) -> tuple[str, int]:
-        return free_address()
+    address = staticmethod(free_address)
 
     def start(self, ranks: list, address: tuple, threads: int, args, settings) -> None:
         """ranks: ids of all actors, in order."""
@@ -344,11 +285,9 @@ class LearnerActor:
     def update(self, samples: list, step: int, refs: dict) -> dict:
         return self.learner.update(samples, step, weights_of=lambda version: unpack(ray.get(refs[version])))
 
-    def weights(self) -> dict:
-        return pack(self.learner.weights())
-
-    def state(self) -> dict:
-        return pack(self.learner.state())
+    def packed(self, what: str) -> dict:
+        """what: weights or state; empty but on rank 0."""
+        return pack(getattr(self.learner, what)())
 
     def load_state(self, packed: dict) -> None:
         self.learner.load_state(unpack(packed))
@@ -380,11 +319,11 @@ class Learners:
         return ray.get(self._all("update", ray.put(samples), step, refs)[0])
 
     def weights(self) -> Weights:
-        self.newest = share(Weights(), self._all("weights")[0])
+        self.newest = share(Weights(), self._all("packed", "weights")[0])
         return self.newest
 
     def state(self) -> dict:
-        return unpack(ray.get(self._all("state")[0]))
+        return unpack(ray.get(self._all("packed", "state")[0]))
 
     def load_state(self, state: dict) -> None:
         self._all("load_state", ray.put(pack(state)))
@@ -420,11 +359,10 @@ class Run(run_async.Run):
         moved[version] = dict.fromkeys(moved[version], 0)
 
     def fail(self, error: BaseException) -> None:
-        restarts = int(os.environ.get(RESTARTS, 0))
+        name = "REINFORCE_ZERO_RESTARTS"
+        restarts = int(os.environ.get(name, 0))
         if not isinstance(error, RayError) or restarts == self.config.max_restarts:
             return super().fail(error)
-        if self.bar is not None:
-            self.bar.close()
         self.say(f"restart {restarts + 1} of {self.config.max_restarts} (--max-restarts): {' '.join(str(error).split())}")
         args = ["--resume", str(self.folder)]
         if not checkpoint.checkpoints(self.folder):
@@ -434,7 +372,7 @@ class Run(run_async.Run):
         ray.shutdown()
         # what a user would do, in a new process with no trace of this one but its id
         os.dup2(self.console.fileno(), 1), os.dup2(self.console.fileno(), 2)
-        os.execve(sys.executable, [sys.executable, __file__, *args], os.environ | {RESTARTS: str(restarts + 1)})
+        os.execve(sys.executable, [sys.executable, __file__, *args], os.environ | {name: str(restarts + 1)})
 
 
 def main(args: list[str] | None = None) -> int:
