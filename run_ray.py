@@ -96,8 +96,6 @@ def start_ray(config: Config, run: "Run") -> None:
             gpus = [i for i in range(torch.cuda.device_count()) if config.learners > 1 or f"cuda:{i}" != devices(config)[1]]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # ms in which a broken connection may turn out to be a death; after that (1 s by default) the call would be repeated in vain
-    os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "30000")
     try:
         ray.init(config.ray_address or "local", logging_level="error", **local)  # what actors print goes to log.txt
     except Exception as error:
