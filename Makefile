@@ -11,19 +11,22 @@ REQUIREMENTS := $(if $(CUDA),requirements.txt,requirements-cpu.txt)
 # Touched only after a complete install, so an interrupted one is taken up again and a finished one costs nothing.
 INSTALLED := .venv/installed-$(REQUIREMENTS)
 
-.PHONY: run test soak bench bench-trl plots setup lock clean
+.PHONY: run run-ray test soak bench bench-trl plots setup ray lock clean
 
 # tyro lets the last occurrence of a flag win, so a --lag in ARGS overrides the one here; a resumed run has its own.
 run: setup
 	$(PY) run_async.py $(if $(findstring --resume,$(ARGS)),,--lag 8) $(ARGS)
 
-test: setup
+run-ray: ray
+	$(PY) run_ray.py $(if $(findstring --resume,$(ARGS)),,--lag 8) $(ARGS)
+
+test: ray
 	$(PY) -m pytest tests -q -m "not soak" --durations=10 $(ARGS)
 
-soak: setup
+soak: ray
 	$(PY) -m pytest tests -m soak $(ARGS)
 
-bench: setup
+bench: ray
 	$(PY) plots/bench.py $(ARGS)
 
 plots: setup
@@ -34,6 +37,12 @@ bench-trl: .venv-trl/installed-requirements-trl.txt
 	.venv-trl/bin/python plots/trl_baseline.py $(ARGS)
 
 setup: $(INSTALLED)
+
+ray: .venv/installed-requirements-ray.txt
+
+.venv/installed-requirements-ray.txt: requirements-ray.txt $(INSTALLED)
+	$(PY) -m pip install --quiet --no-deps -r requirements-ray.txt
+	@touch $@
 
 .venv/installed-requirements-cpu.txt: requirements-cpu.txt
 	$(call make-venv,.venv)

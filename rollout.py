@@ -87,11 +87,12 @@ class Engine:
     model: local Hugging Face folder; dtype: "bfloat16" or "float32"; kernels_mode: "aligned" or "standard";
     max_model_len: tokens of prompt and response together; max_seqs: sequences decoded at once; stop_ids: token ids that
     end a response; stop: strings that end a turn of a request with a follow-up; device: "cpu" or "cuda:N", and
-    gpu_memory_utilization the share of its memory that vLLM takes (kernels_cuda.py says what they are by default).
+    gpu_memory_utilization the share of its memory that vLLM takes (kernels_cuda.py says what they are by default); llm: further
+    arguments of vllm.LLM, on a GPU.
     """
 
     def __init__(self, model, dtype, kernels_mode, max_model_len, max_seqs, stop_ids, seed=0, stop=(), device=None,
-                 gpu_memory_utilization=None):
+                 gpu_memory_utilization=None, **llm):
         # One process: the learner's tensors are the engine's input, and the rollout thread may share the lock of
         # kernels.py. Must be set before vLLM is imported.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -108,7 +109,7 @@ class Engine:
                 "kv_cache_memory_bytes": _kv_cache_bytes(model, dtype, max_model_len, max_seqs),
             }
         else:
-            settings = kernels_cuda.engine_settings(kernels_mode, self.device, gpu_memory_utilization)
+            settings = kernels_cuda.engine_settings(kernels_mode, self.device, gpu_memory_utilization) | llm
             kernels_cuda.prepare(kernels_mode, self.device, **settings)
         from vllm import LLM
 
@@ -159,6 +160,10 @@ class Engine:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
             if self.stream is None:
                 self.llm.collective_rpc(_renew_packed)
+        self.loaded(version)
+
+    def loaded(self, version: int) -> None:
+        """The weights of `version` are in the engine."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache after a weight load: old keys and values would be reused")
         self.engine.set_weight_version(str(version))

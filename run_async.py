@@ -23,7 +23,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import tyro
 from tqdm import tqdm
@@ -40,6 +40,7 @@ ROOT = pathlib.Path(__file__).resolve().parent
 class Config:
     """Train a language model by REINFORCE with rollouts up to --lag updates old."""
 
+    program: ClassVar[str] = "run_async.py"
     model: str = "base"
     """"base" (a small model made here for the task), "base-moe" (a mixture of experts), a local Hugging Face folder, or a hub name."""
     env: str = "arith"
@@ -144,7 +145,7 @@ class UserError(Exception):
 # The loop
 
 
-def train(config: Config, run: "Run") -> int:
+def train(config: Config, run: "Run", set_up) -> int:
     """Rollout in its thread, updates here; everything else is setting up and writing down. Returns the exit status."""
     import torch
 
@@ -178,29 +179,30 @@ def train(config: Config, run: "Run") -> int:
             run.hung = True  # a thread inside the engine cannot be stopped; leave without it
 
 
-def set_up(config: Config, run: "Run"):
-    """Learner, engine and weight store, as they were after run.done updates."""
+def set_up(config: Config, run: "Run", Learner=None, Engine=None):
+    """Learner, engine and weight store, as they were after run.done updates. Learner, Engine: those of learn.py and rollout.py,
+    or what has their interface."""
     import torch
 
     import kernels_cuda
-    from learn import Gates, Learner
-    from rollout import Engine, WeightStore
+    import learn
+    import rollout
 
     engine_device, learner_device, memory = devices(config)
     if stream := kernels_cuda.own_stream(learner_device):
         torch.cuda.set_stream(stream)  # this thread's; the engine makes its own
-    learner = Learner(
+    learner = (Learner or learn.Learner)(
         run.model_path, config.dtype, config.kernels, lr=config.lr, max_grad_norm=config.max_grad_norm,
         temperature=config.temperature, tokens_per_microbatch=config.tokens_per_microbatch, audit=config.audit,
-        gates=Gates(config.gate, config.gate_threshold, ratio_cap=config.ratio_cap, importance_sampling=config.importance_sampling),
+        gates=learn.Gates(config.gate, config.gate_threshold, ratio_cap=config.ratio_cap, importance_sampling=config.importance_sampling),
         gradient_checkpointing=config.gradient_checkpointing, allow_mismatch=config.allow_mismatch, device=learner_device,
         routing=config.routing,
     )  # fmt: skip
-    store = WeightStore()
+    store = rollout.WeightStore()
     if run.saved:
         checkpoint.load(run.saved, learner, store)
     store.publish(run.done, learner.weights())
-    engine = Engine(
+    engine = (Engine or rollout.Engine)(
         str(run.model_path), config.dtype, config.kernels, max_model_len=min(learner.model.config.max_position_embeddings, 32768),
         max_seqs=min(config.prompts * config.group_size, 256), stop_ids=eos_of(run.model_path, run.tokenizer),
         seed=config.seed, stop=run.task.stop, device=engine_device, gpu_memory_utilization=memory,
@@ -567,7 +569,7 @@ class Run:
     def how_to_resume(self) -> str:
         if not any(self.folder.glob("checkpoint-*")):
             return "no checkpoint was saved (--save-every)"
-        return f"to go on: python run_async.py --resume {self.folder}"
+        return f"to go on: python {self.config.program} --resume {self.folder}"
 
     def fail(self, error: BaseException) -> None:
         """The error, and the end of the log when the cause may be there."""
@@ -579,7 +581,7 @@ class Run:
         if not isinstance(error, UserError):
             tail = (self.folder / "log.txt").read_text(errors="replace").splitlines()[-30:]
             self.say("\n".join(["", f"the end of {self.folder}/log.txt:", *("  | " + line for line in tail)]))
-        self.say(f"run_async.py: {type(error).__name__ + ': ' if not isinstance(error, UserError) else ''}{error}")
+        self.say(f"{self.config.program}: {type(error).__name__ + ': ' if not isinstance(error, UserError) else ''}{error}")
         self.say(self.how_to_resume())
 
 
@@ -613,7 +615,7 @@ def tracker(config: Config, folder: pathlib.Path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def open_run(args: list[str] | None) -> Run:
+def open_run(args: list[str] | None, Config, check, Run) -> Run:
     """The run folder: a new one, or that of --resume with its settings and its newest checkpoint. Raises UserError before
     anything is written or anything slow is started."""
     config = with_full_path(tyro.cli(Config, args=args))
@@ -670,13 +672,18 @@ def with_full_path(config: Config) -> Config:
 
 
 def main(args: list[str] | None = None) -> int:
+    return run_to_end(args, Config, check, Run, set_up)
+
+
+def run_to_end(args, Config, check, Run, set_up) -> int:
+    """A run from its flags to its exit status, with this file's Config, check, Run and set_up or with those of run_ray.py."""
     try:
-        run = open_run(args)
+        run = open_run(args, Config, check, Run)
     except (UserError, OSError) as error:
-        print(f"run_async.py: {error}", file=sys.stderr)
+        print(f"{Config.program}: {error}", file=sys.stderr)
         return 2
     try:
-        status = train(run.config, run)
+        status = train(run.config, run, set_up)
     except KeyboardInterrupt:
         run.say("interrupted twice: left without saving")
         status = 130

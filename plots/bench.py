@@ -1,6 +1,6 @@
 """Speed of this code against its own standard kernels, plain vLLM, synchronous training and the cores' matmul rate.
 
-    python plots/bench.py                                    # engine, learner, load, training: the default task and model
+    python plots/bench.py                                    # engine, learner, load, training, Ray: the default task and model
     python plots/bench.py --only engine learner --model base-moe     # the mixture of experts
     python plots/bench.py --large PATH                       # the learner on a larger model, e.g. SmolLM2-135M, against matmul
     make bench-trl                                     # TRL's GRPOTrainer on the same model, task and batch
@@ -149,6 +149,25 @@ def bench_training(steps: int) -> None:
     row("peak memory of a run", f"{peak:.2f} GiB", "under 3 GB")
 
 
+def bench_ray(steps: int) -> None:
+    """run_ray.py, one engine and one learner, against run_async.py, lag 8: whole runs of the default settings."""
+    results = {}
+    for program in ("run_ray.py", "run_async.py") * 2:
+        with tempfile.TemporaryDirectory() as out:
+            command = [sys.executable, ROOT / program, "--lag", "8", "--steps", str(steps), "--eval-every", "0", "--out", f"{out}/run"]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+            rows = [json.loads(line) for line in (pathlib.Path(out) / "run/metrics.jsonl").read_text().splitlines()][10:]
+        per_update = (rows[-1]["wall"] - rows[0]["wall"]) / (len(rows) - 1)
+        keys = ("t_rollout", "t_learn", "t_wait", "t_sync", "t_put", "weight_bytes")
+        results.setdefault(program, []).append((per_update, *(statistics.median(r.get(key, 0) for r in rows) for key in keys)))
+    means = {program: list(map(statistics.mean, zip(*runs))) for program, runs in results.items()}
+    for program, (total, rollout, learn, wait, sync, put, size) in means.items():
+        moved = f"; {size / 1e6:.2f} MB a version, {put * 1e3:.1f} ms to put them into the object store" if size else ""
+        row(f"{program}, s per update", f"{total:.3f} (rollout {rollout:.3f}, learn {learn:.3f}, wait {wait:.3f}, weights {sync:.3f}{moved})")
+    slower = ratio(*([run[0] for run in results[program]] for program in ("run_ray.py", "run_async.py")))
+    row("run_ray.py / run_async.py, s per update", f"{slower:.2f}", "at most 1.15")
+
+
 def bench_large(path: str, repeats: int, dtype: str) -> None:
     """The learner's update on 8,192 tokens of a larger model as a share of the matmul rate of the same cores."""
     import torch
@@ -182,11 +201,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="rounds of each comparison, after a warm-up")
     parser.add_argument("--model", default="base", choices=list(BOUNDS), help="of the engine's and the learner's comparison")
     parser.add_argument("--steps", type=int, default=60, help="updates of each training run")
-    parser.add_argument("--only", choices=["engine", "learner", "training", "large"], nargs="*", help="parts to run")
+    parser.add_argument("--only", choices=["engine", "learner", "training", "ray", "large"], nargs="*", help="parts to run")
     parser.add_argument("--large", metavar="PATH", help="folder of a larger model for the learner's share of the matmul rate")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of --large")
     args = parser.parse_args()
-    parts = args.only or (["large"] if args.large else ["engine", "learner", "training"])
+    parts = args.only or (["large"] if args.large else ["engine", "learner", "training", "ray"])
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import torch
 
@@ -202,6 +221,8 @@ def main() -> None:
         bench_learner(args.repeats, args.model)
     if "training" in parts:
         bench_training(args.steps)
+    if "ray" in parts:
+        bench_ray(args.steps)
     if "large" in parts:
         torch.set_num_threads(os.cpu_count())
         bench_large(args.large, 2, args.dtype)

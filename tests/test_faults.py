@@ -529,10 +529,11 @@ def test_a_run_folder_belongs_to_one_process_until_that_dies(go, copy, capsys):
 def test_of_runs_with_the_same_settings_each_gets_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_async, "Run", lambda config, folder, *_: types.SimpleNamespace(folder=folder, say=lambda line: None))
-    folders = [run_async.open_run([]).folder for _ in range(3)]
+    own = run_async.Config, run_async.check, run_async.Run
+    folders = [run_async.open_run([], *own).folder for _ in range(3)]
     assert [f.name for f in folders] == [f"arith-base-aligned-lag8-seed0{end}" for end in ("", "-2", "-3")]
     (folders[0] / ".config.json.new").touch()  # killed, or no space, at the first file
-    assert run_async.open_run(["--out", str(folders[0])]).folder == folders[0]
+    assert run_async.open_run(["--out", str(folders[0])], *own).folder == folders[0]
 
 
 def test_a_tracker_that_does_not_start_is_said_on_the_console_and_no_file_is_written(tmp_path, monkeypatch, capsys):
