@@ -237,7 +237,7 @@ def check(runs: list[dict]) -> None:
         times = ", ".join(f"{run[k][10]:.3f} ({run[k][5]:.3f} to {run[k][15]:.3f})" for k in ("rollout", "learn", "sync"))
         rows.append([run["run"], str(run["engines"]), f"{run['lag']} {run['schedule']}", times, f"{measured['updates_per_s']:.2f}",
                      f"{predicted['updates_per_s']:.2f}", f"{predicted['updates_per_s'] / measured['updates_per_s']:.2f}",
-                     *(f"{measured[k]:.0%} / {predicted[k]:.0%}" for k in ("engines_idle", "learner_idle")), f"{measured['lag']:.1f} / {predicted['lag']:.1f}"])  # fmt: skip
+                     *(" / ".join(f"{round(x[k], 2) + 0.0:.0%}" for x in (measured, predicted)) for k in ("engines_idle", "learner_idle")), f"{measured['lag']:.1f} / {predicted['lag']:.1f}"])  # fmt: skip
     table("run | engines | lag | rollout, learner, weights: median s (quartiles) | updates/s | predicted | ratio | engines idle, measured / predicted "
           "| learner idle | mean lag", rows)  # fmt: skip
 
