@@ -358,8 +358,10 @@ class Run(run_async.Run):
 
     def fail(self, error: BaseException) -> None:
         name = "REINFORCE_ZERO_RESTARTS"
-        restarts = int(os.environ.get(name, 0))
-        if not isinstance(error, RayError) or restarts == self.config.max_restarts:
+        restarts, cause = int(os.environ.get(name, 0)), error
+        while cause and not isinstance(cause, RayError):  # of a checkpoint that could not be written, say
+            cause = cause.__cause__
+        if not cause or restarts == self.config.max_restarts:
             return super().fail(error)
         self.say(f"restart {restarts + 1} of {self.config.max_restarts} (--max-restarts): {' '.join(str(error).split())}")
         args = ["--resume", str(self.folder)]

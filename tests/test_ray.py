@@ -4,6 +4,7 @@ Most runs here are run_ray.main() in this process, on engines that the tests sha
 """
 
 import dataclasses
+import os
 import pathlib
 import shutil
 import signal
@@ -312,6 +313,17 @@ def test_a_lost_learner_ends_in_a_restart_from_the_newest_checkpoint_or_the_star
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Bad input
+
+
+def test_a_learner_lost_while_a_checkpoint_is_written_is_a_lost_learner(tmp_path, monkeypatch):
+    error, started = OSError("checkpoint-6 could not be written"), []
+    error.__cause__ = run_ray.ray.exceptions.RayActorError()
+    for module, name in ((run_ray.ray, "shutdown"), (os, "dup2")):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    monkeypatch.setattr(os, "execve", lambda program, args, environment: started.append(args))
+    config, console = types.SimpleNamespace(max_restarts=1), types.SimpleNamespace(fileno=lambda: 2)
+    run_ray.Run.fail(types.SimpleNamespace(config=config, say=print, folder=tmp_path, args=["--lag", "2"], console=console), error)
+    assert started[0][-4:] == ["--lag", "2", "--out", str(tmp_path)]
 
 
 @pytest.mark.parametrize("args", ["--engines 0", "--engines 6", "--learners 0", "--tensor-parallel 2", "--max-restarts -1",
