@@ -1,8 +1,8 @@
 """Tasks: problems, prompts and rewards.
 
-A task is an object with `train(batch, n)`, `heldout(n)`, `prompt_ids(problem)` and `reward(problem, response)` and, for tools, `stop`
-and `follow_up`; that is all the rollout and the evaluation know about it. Rewards are computed from text, training is on token ids: nothing here re-tokenises
-a response.
+A task is an object with `train(batch, n)`, `heldout(n)`, `prompt_ids(problem)` and `reward(problem, response)` and, for tools,
+`stop` and `follow_up`; that is all the rollout and the evaluation know about it. Rewards are computed from text, training is
+on token ids: nothing here re-tokenises a response.
 """
 
 import ast
@@ -19,7 +19,7 @@ import random
 import re
 import threading
 import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from fractions import Fraction
@@ -51,21 +51,26 @@ class Problem:
 
 
 def load_env(name: str, tokenizer, seed: int = 0, difficulty: int | str = "", max_turns: int = 4, unsafe_sandbox: bool = False,
-             **data) -> "Arith | Calc | Dataset":
-    """The task called `name`. `tokenizer` is a Hugging Face tokenizer; `seed` picks the training problems only; no
-    difficulty is the task's own; then the flags of tasks with tools and, in `data`, those of `load_dataset`.
+             data: str | None = None, data_fields: str = "", skip_bad_rows: bool = False) -> "Arith | Dataset":
+    """The task called `name`. `tokenizer` is a Hugging Face tokenizer; `seed` picks the training problems only; no difficulty
+    is the task's own; the rest is run_async.py's flags. `note` is a line on what a data set holds.
 
-    Raises ValueError, one line that names the flag, for an unknown task, a bad difficulty, or data that cannot be read.
+    Raises ValueError, one line that names the flag, for a bad difficulty or data that cannot be read.
     """
-    if name not in ENVS:
-        raise ValueError(f"--env {name} is not a task; use one of: {', '.join(ENVS)}")
-    given = () if difficulty == "" else (difficulty,)
-    if name == "calc":
-        return Calc(tokenizer, seed, *given, max_turns=max_turns, unsafe_sandbox=unsafe_sandbox)
-    if name == "arith":
-        return Arith(tokenizer, seed, *given)
-    task = load_dataset(name, tokenizer, seed, **data)
-    if name == "python":
+    if name == "jsonl" and data is None:
+        raise ValueError(f"--env {name}: --data FILE says where the problems are")
+    if name in ("arith", "calc"):
+        task = (Calc if name == "calc" else Arith)(tokenizer, seed, difficulty)
+    else:
+        sources = [data] if data else [(*HUB[name][:2], split) for split in HUB[name][2:]]
+        where = f"--data {data}" if data else f"--env {name}, or --data FILE"
+        found = [read_problems(source, where, name, data_fields, skip_bad_rows) for source in sources]
+        task = (PythonDataset if name == "python" else Dataset)(name, tokenizer, seed, *(problems for problems, _ in found))
+        if not task.problems:
+            raise ValueError(f"{where}: no problem is left to train on")
+        skipped = sum(bad for _, bad in found)
+        task.note = f"{name}: {len(task.problems)} problems to train on, {len(task.test)} held out, {skipped} rows skipped"
+    if isinstance(task, PythonTool):
         task.use_python(max_turns, unsafe_sandbox)
     return task
 
@@ -114,22 +119,24 @@ def chat_ids(tokenizer, content: str) -> list[int]:
 class Arith:
     """Mental arithmetic with one integer answer.
 
-    difficulty: an int (or its digits), the number of one-digit terms of a sum, "3+8+5+9="; or "words", for chat models, the
-    product of two digits, "What is seven times eight?".
+    difficulty: the number of one-digit terms of a sum, "3+8+5+9="; or "words", for chat models, the product of two digits,
+    "What is seven times eight?".
 
     Whether a problem is for training or held out is a hash of its prompt, so the two never meet, whatever the seed.
     """
 
     name = "arith"
+    # the default, a pattern of all, and how an error calls them
+    difficulties = "4", "words|0?[2-9]|[1-9][0-9]", "one of: 2 to 99 (terms of a sum), words (products in words)"
+    note = ""
     stop = ()  # strings that end a turn
     follow_up = None  # a task with tools: what to go on with after a turn; see rollout.Request
 
-    def __init__(self, tokenizer, seed: int = 0, difficulty: int | str = 4):
-        if difficulty != "words" and not (re.fullmatch("[0-9]{1,2}", str(difficulty)) and int(difficulty) >= 2):
-            raise ValueError(f"--difficulty {difficulty} is not one of: 2 to 99 (terms of a sum), words (products in words)")
-        self.tokenizer = tokenizer
-        self.seed = seed
-        self.terms = None if difficulty == "words" else int(difficulty)  # None: products in words
+    def __init__(self, tokenizer, seed: int = 0, difficulty: int | str = ""):
+        default, possible, meaning = self.difficulties
+        self.tokenizer, self.seed, self.difficulty = tokenizer, seed, str(difficulty) or default
+        if not re.fullmatch(possible, self.difficulty):
+            raise ValueError(f"--difficulty {difficulty} is not {meaning}")
 
     def train(self, batch: int, n: int) -> list[Problem]:
         """`n` training problems: a pure function of (seed, batch, index), the same in every process. Repeats can occur."""
@@ -161,16 +168,17 @@ class Arith:
         is_integer = boxed is not None and re.fullmatch(r"\s*[+-]?[0-9]{1,20}\s*", boxed)
         return float(bool(is_integer) and int(boxed) == int(problem.answer))
 
+    def draw(self, rng: random.Random) -> Problem:
+        if self.difficulty == "words":
+            a, b = rng.randrange(10), rng.randrange(10)
+            return Problem(f"What is {DIGIT_WORDS[a]} times {DIGIT_WORDS[b]}?", str(a * b))
+        digits = [rng.randrange(10) for _ in range(int(self.difficulty))]
+        return Problem("+".join(map(str, digits)) + "=", str(sum(digits)))
+
     def _draw(self, rng: random.Random, heldout: bool) -> Problem:
-        while True:
-            digits = [rng.randrange(10) for _ in range(self.terms or 2)]
-            if self.terms:
-                problem = Problem("+".join(map(str, digits)) + "=", str(sum(digits)))
-            else:
-                a, b = digits
-                problem = Problem(f"What is {DIGIT_WORDS[a]} times {DIGIT_WORDS[b]}?", str(a * b))
-            if _is_heldout(problem.prompt) == heldout:
-                return problem
+        while _is_heldout((problem := self.draw(rng)).prompt) != heldout:
+            pass
+        return problem
 
 
 def _digest(prompt: str) -> bytes:
@@ -190,7 +198,9 @@ class PythonTool:
     def use_python(self, max_turns: int, unsafe_sandbox: bool) -> None:
         """Raises ValueError, one line, where the sandbox cannot run."""
         require_sandbox(unsafe_sandbox)
-        self.max_turns, self.unsafe_sandbox, self.lock, self.runs = max_turns, unsafe_sandbox, threading.Lock(), {}
+        self.max_turns, self.lock, threads = max_turns, threading.Lock(), ThreadPoolExecutor(8)
+        # the responses of a group often hold the same program: it runs for the first of them, as it prints the same every time
+        self.start = functools.lru_cache(1024)(lambda code: threads.submit(lambda: run_python(code, unsafe=unsafe_sandbox)))
         # For output: a special token that a program printed is text. A tokenizer of its own, because split_special_tokens as an
         # argument is a state of the tokenizer, in which other threads would encode their templates.
         self.plain = copy.deepcopy(self.tokenizer)
@@ -210,19 +220,9 @@ class PythonTool:
         return self.tool_ids(self.run_once(blocks[-1].group(1)), end)
 
     def run_once(self, code: str) -> str:
-        """What the program prints. The responses of a group often hold the same program: it runs for the first of them, as it
-        prints the same every time."""
-        with self.lock:
-            if first := code not in self.runs:
-                if len(self.runs) >= 1024:
-                    self.runs.clear()
-                self.runs[code] = Future()
-            run = self.runs[code]
-        if first:
-            try:
-                run.set_result(run_python(code, unsafe=self.unsafe_sandbox))
-            except BaseException as error:  # of the sandbox, not of the program
-                run.set_exception(error)
+        """What the program prints."""
+        with self.lock:  # or two threads that miss the cache at once would both start it
+            run = self.start(code)
         return run.result()
 
     def tool_ids(self, output: str, end: str) -> list[int]:
@@ -237,21 +237,15 @@ class PythonTool:
 
 
 class Calc(PythonTool, Arith):
-    """Sums of two numbers of `difficulty` digits (1 to 9), "347+862=", which the small base model can only guess, or compute by calling Python."""
+    """Sums of two numbers of `difficulty` digits, "347+862=", which the small base model can only guess, or compute in Python."""
 
     name = "calc"
+    difficulties = "3", "[1-9]", "a number of digits from 1 to 9"
 
-    def __init__(self, tokenizer, seed: int = 0, difficulty: int | str = 3, max_turns: int = 4, unsafe_sandbox: bool = False):
-        if not re.fullmatch("[1-9]", str(difficulty)):
-            raise ValueError(f"--difficulty {difficulty} is not a number of digits from 1 to 9")
-        self.tokenizer, self.seed, self.digits = tokenizer, seed, int(difficulty)
-        self.use_python(max_turns, unsafe_sandbox)
-
-    def _draw(self, rng: random.Random, heldout: bool) -> Problem:
-        while True:
-            a, b = (rng.randrange(10 ** (self.digits - 1), 10**self.digits) for _ in range(2))
-            if _is_heldout(prompt := f"{a}+{b}=") == heldout:
-                return Problem(prompt, str(a + b))
+    def draw(self, rng: random.Random) -> Problem:
+        digits = int(self.difficulty)
+        a, b = (rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
+        return Problem(f"{a}+{b}=", str(a + b))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -260,7 +254,7 @@ class Calc(PythonTool, Arith):
 FIELDS = {  # unless --data-fields names it, the first of these that a row has; a dot goes into an object
     "prompt": "problem question prompt input",
     "answer": "answer final_answer target reward_model.ground_truth ground_truth solution",
-    **{"nums": "nums", "target": "target"},  # countdown
+    "nums": "nums", "target": "target",  # countdown; fmt: skip
 }
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 SIGNS = {r"\times": "*", r"\cdot": "*", "×": "*", r"\div": "/", "÷": "/", "−": "-", r"\left": "", r"\right": ""}
@@ -314,22 +308,6 @@ class PythonDataset(PythonTool, Dataset):
 @functools.lru_cache(maxsize=2)  # a batch can lie in two epochs
 def shuffled(n: int, key: str) -> list[int]:
     return random.Random(key).sample(range(n), n)
-
-
-def load_dataset(name, tokenizer, seed=0, data: str | None = None, data_fields: str = "", skip_bad_rows: bool = False) -> Dataset:
-    """The task `name` from the file `data`, or from the hub. `note` is a line on what it holds."""
-    if data is None and name not in HUB:
-        raise ValueError(f"--env {name}: --data FILE says where the problems are")
-    sources = [data] if data else [(*HUB[name][:2], split) for split in HUB[name][2:]]
-    where = f"--data {data}" if data else f"--env {name}, or --data FILE"
-    found = [read_problems(source, where, name, data_fields, skip_bad_rows) for source in sources]
-    kind = PythonDataset if name == "python" else Dataset
-    task = kind(name, tokenizer, seed, *(problems for problems, _ in found))
-    if not task.problems:
-        raise ValueError(f"{where}: no problem is left to train on")
-    skipped = sum(bad for _, bad in found)
-    task.note = f"{name}: {len(task.problems)} problems to train on, {len(task.test)} held out, {skipped} rows skipped"
-    return task
 
 
 def read_rows(source) -> list:

@@ -10,6 +10,7 @@ import multiprocessing
 import pathlib
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +18,7 @@ import numpy as np
 import tyro
 
 from envs import Dataset, grade, load_env, read_problems
-from run_async import UserError, default_threads, eos_of, quiet, require, resolve_model
+from run_async import UserError, default_threads, eos_of, open_model, quiet, require, resolve_model
 
 BENCHMARKS = {  # name: (file in --data-dir, dataset on the hub, its configuration, split)
     "aime24": ("aime24", "HuggingFaceH4/aime_2024", None, "train"),
@@ -129,29 +130,18 @@ def load_bench(name: str, tokenizer, config: Config):
 
 def in_a_process(config: Config, name: str, path: pathlib.Path, log: pathlib.Path) -> dict:
     """`evaluate_model` in a process of its own: only when that ends, vLLM's memory is free. Raises UserError if it fails."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_evaluate_and_send, args=(sender, config, name, path, log))
-    process.start()
-    sender.close()
-    try:
-        found = receiver.recv()
-    except EOFError:
-        raise UserError(f"--model {name}: the evaluation failed or was killed, perhaps for memory; {log} says more") from None
-    finally:
-        process.kill()
-        process.join()
-    if isinstance(found, UserError):
-        raise found
-    return found
-
-
-def _evaluate_and_send(sender, *args) -> None:
-    try:
-        found = evaluate_model(*args)
-    except UserError as error:
-        found = error
-    sender.send(found)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(evaluate_model, config, name, path, log).result()
+        except UserError:
+            raise
+        except Exception as error:  # BrokenProcessPool if it was killed
+            with open(log, "a") as file:
+                print(error.__cause__ or error, file=file)  # the traceback there
+            raise UserError(f"--model {name}: the evaluation failed or was killed, perhaps for memory; {log} says more") from None
+        finally:
+            for process in multiprocessing.active_children():  # interrupted, it might go on for hours
+                process.kill()
 
 
 def evaluate_model(config: Config, name: str, path: pathlib.Path, log: pathlib.Path) -> dict:
@@ -159,25 +149,21 @@ def evaluate_model(config: Config, name: str, path: pathlib.Path, log: pathlib.P
     console = quiet(log)
     import torch
     from tqdm import tqdm
-    from transformers import AutoConfig, AutoTokenizer
 
-    import kernels
+    from kernels_cuda import choose_devices
     from rollout import Engine
 
+    model, tokenizer = open_model(path, config.kernels, choose_devices()[0])
     try:
-        model, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-        if config.kernels == "aligned":
-            kernels.require_supported(model)
         benches = {bench: load_bench(bench, tokenizer, config) for bench in config.bench.split(",")}
-    except (ValueError, OSError) as error:
-        raise UserError(str(error).strip().splitlines()[0]) from None
+    except ValueError as error:
+        raise UserError(str(error)) from None
     requests = {b: requests_of(task, problems, config.samples, config.seed, config.top_p) for b, (task, problems) in benches.items()}
     longest, positions = max(len(r.prompt_ids) for several in requests.values() for r in several), model.max_position_embeddings
-    if longest >= positions:
-        raise UserError(f"--bench {config.bench}: the longest prompt has {longest} tokens, the model {positions} positions")
     new = config.max_new_tokens or min(positions - longest, 4096)
     if not 0 < new <= positions - longest:
-        raise UserError(f"--max-new-tokens {new}: the longest prompt has {longest} tokens, the model {positions} positions")
+        raise UserError(f"--bench {config.bench}, --max-new-tokens {config.max_new_tokens}: the longest prompt has {longest} tokens, the "
+                        f"model {positions} positions")  # fmt: skip
     dtype = config.dtype if config.dtype != "auto" else "float32" if model.dtype == torch.float32 else "bfloat16"
     engine = Engine(str(path), dtype, config.kernels, max_model_len=longest + new, max_seqs=256, stop_ids=eos_of(path, tokenizer),
                     stop={s for task, _ in benches.values() for s in task.stop})  # fmt: skip
@@ -194,21 +180,20 @@ def evaluate_model(config: Config, name: str, path: pathlib.Path, log: pathlib.P
 
 def compare(models: list[dict]) -> list[dict]:
     """Rows of the table: each model's benchmarks and their macro average, and the same of its differences to the first model."""
-
-    def means(answers):  # [P]
-        return np.array([np.mean([r["reward"] for r in a["responses"]]) for a in answers])
-
-    rows, first = [], [means(answers) for answers in models[0]["answers"].values()]
+    rows, first = [], {}
     for m in models:
-        own = [means(answers) for answers in m["answers"].values()]
-        shown = [(m["model"], own)]
-        if m is not models[0]:
-            shown.append((f"{m['model']} - {models[0]['model']}", [a - b for a, b in zip(own, first)]))
-        for label, values in shown:
-            for bench, v in zip(m["results"], values):
+        own = {}  # benchmark: mean reward of each problem [P]
+        for bench, answers in m["answers"].items():
+            own[bench] = np.array([np.mean([r["reward"] for r in a["responses"]]) for a in answers])
+        shown = {m["model"]: own}
+        if first:
+            shown |= {f"{m['model']} - {models[0]['model']}": {bench: own[bench] - first[bench] for bench in own}}
+        first = first or own
+        for label, values in shown.items():
+            for bench, v in values.items():
                 rows.append({"model": label, "benchmark": bench} | (m["results"][bench] if values is own else mean_and_interval(v)))
             if len(values) > 1:
-                rows.append({"model": label, "benchmark": "macro average"} | mean_and_interval(*values))
+                rows.append({"model": label, "benchmark": "macro average"} | mean_and_interval(*values.values()))
     return rows
 
 

@@ -124,6 +124,8 @@ class Learner:
         views = zip(self.params.values(), self.master.detach().split(sizes), self.master.grad.split(sizes))
         self.views = [(p, m.view_as(p), g.view_as(p)) for p, m, g in views]
         self.optimizer = torch.optim.AdamW([self.master], lr=lr, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
+        moments = {name: torch.zeros_like(self.master) for name in ("exp_avg", "exp_avg_sq")}  # or none were there to save at first
+        self.optimizer.state[self.master] = {"step": torch.tensor(0.0, device=self.device)} | moments
 
     def _place(self) -> dict[str, torch.Tensor]:
         """Put the model on its device; returns the parameters, name -> tensor (in learn_fsdp.py, the rows that lie here)."""
@@ -154,27 +156,22 @@ class Learner:
         """(log pi, entropy) of the responses' tokens, end to end: [N] float32 each, in one forward. Differentiable."""
         sequences = [s.prompt_ids + s.response_ids for s in samples]
         targets = torch.tensor([t for s in samples for t in s.response_ids], device=self.device)
-        sizes = [len(s.response_ids) for s in samples]
-        first = [len(s.prompt_ids) - 1 for s in samples]  # the position that predicts the first response token
+        lengths = [len(s) for s in sequences]
+        longest, packs = max(lengths), self.mode == "aligned"  # or pads, on the right
+        starts = list(itertools.accumulate(lengths, initial=0)) if packs else [i * longest for i in range(len(lengths))]
         if self.routers:
-            lengths = [len(s) for s in sequences]
-            starts = itertools.accumulate(lengths, initial=0) if self.mode == "aligned" else itertools.count(0, max(lengths))
             self.fed = torch.cat([torch.arange(a, a + n - 1) for a, n in zip(starts, lengths)]).to(self.device)
             self.replayed = torch.cat([s.experts for s in samples]).to(self.device).long() if self.replay else None
-        if self.mode == "aligned":
+        if packs:
             packed = kernels.pack(sequences, self.device)
             hidden = kernels.hidden_states(self.model, packed, self.cos_sin, self.gradient_checkpointing)
-            at, start = [], 0
-            for sequence, f, n in zip(sequences, first, sizes):
-                at.extend(range(start + f, start + f + n))
-                start += len(sequence)
-            hidden = hidden[torch.tensor(at, device=self.device)]
         else:
-            longest = max(map(len, sequences))
             ids = torch.tensor([s + [0] * (longest - len(s)) for s in sequences], device=self.device)
-            mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences], device=self.device)
-            hidden = self.model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-            hidden = torch.cat([hidden[i, f : f + n] for i, (f, n) in enumerate(zip(first, sizes))])
+            mask = torch.tensor([[1] * n + [0] * (longest - n) for n in lengths], device=self.device)
+            hidden = self.model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state.flatten(0, 1)
+        # the rows that predict a response's tokens
+        rows = [i for a, n, s in zip(starts, lengths, samples) for i in range(a + len(s.prompt_ids) - 1, a + n - 1)]
+        hidden = hidden[torch.tensor(rows, device=self.device)]
         return kernels.token_logprobs(hidden, self.model.lm_head, targets, self.temperature)
 
     def _route(self, router, layer, logits, scores, experts):
@@ -275,7 +272,8 @@ class Learner:
     def _audit(self, samples, logp_now, weights_of) -> dict[str, float]:
         """Kernel mismatch (log pi_v - log mu_v) and policy lag (log pi_k - log pi_v), apart, on --audit samples: the
         learner's own kernels at the weights that sampled them. Means of r - 1 - log r (Schulman 2020, k3)."""
-        count = min(self.audit, len(samples))
+        if not (count := min(self.audit, len(samples))):
+            return {}
         chosen = [i * len(samples) // count for i in range(count)]
         mismatch, lag, flips = [], [], []
         for version in sorted({samples[i].version for i in chosen}):
@@ -291,43 +289,28 @@ class Learner:
                 own = torch.stack([router.chosen[self.fed] for router in self.routers], 1).cpu()  # [fed, layers, k]
                 engine = torch.cat([samples[i].experts for i in indices])
                 flips.append((own.sort(-1)[0] != engine.sort(-1)[0]).flatten(1).any(1))
-        if not chosen:
-            return {}
         mismatch, lag = torch.cat(mismatch).double(), torch.cat(lag).double()
-        return {
-            "mismatch_kl": k3(mismatch).mean().item(),
-            "mismatch_max": mismatch.abs().max().item(),
-            "mismatch_exact": (mismatch == 0).double().mean().item(),
-            "lag_kl": k3(lag).mean().item(),
-        } | ({"route_flips": torch.cat(flips).double().mean().item()} if flips else {})
+        metrics = {"mismatch_kl": k3(mismatch).mean().item(), "mismatch_max": mismatch.abs().max().item(),
+                   "mismatch_exact": (mismatch == 0).double().mean().item(), "lag_kl": k3(lag).mean().item()}  # fmt: skip
+        return metrics | ({"route_flips": torch.cat(flips).double().mean().item()} if flips else {})
 
     # -- state for checkpoints
 
     def state(self) -> dict[str, torch.Tensor]:
         """Everything besides the model's weights that the next update depends on: flat tensors."""
         adam = self.optimizer.state[self.master]
-        zeros = torch.zeros_like(self.master)
-        return {
-            "master": self.master.detach(),
-            "exp_avg": adam.get("exp_avg", zeros),
-            "exp_avg_sq": adam.get("exp_avg_sq", zeros.clone()),
-            "adam_step": adam.get("step", torch.tensor(0.0)),
-        }
+        moments = {name: adam[name] for name in ("exp_avg", "exp_avg_sq")}
+        return {"master": self.master.detach(), "adam_step": adam["step"]} | moments
 
     @torch.no_grad()
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """Restore what `state` gave. Raises ValueError if it belongs to another model."""
         if state["master"].shape != self.master.shape:
             raise ValueError(f"checkpoint holds {state['master'].numel():,} parameters, the model {self.master.numel():,}; check --model")
-        state = {name: tensor.to(self.device) for name, tensor in state.items()}
         self.master.copy_(state["master"])
         self._round_master()
-        if state["adam_step"] > 0:
-            self.optimizer.state[self.master] = {
-                "step": state["adam_step"].clone(),
-                "exp_avg": state["exp_avg"].clone(),
-                "exp_avg_sq": state["exp_avg_sq"].clone(),
-            }
+        for name, tensor in self.optimizer.state[self.master].items():
+            tensor.copy_(state["adam_step" if name == "step" else name])
 
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -352,15 +335,15 @@ class Stats:
 
     def metrics(self, gate: str) -> dict[str, float]:
         log_ratio, entropy, loss = (torch.cat(x).double() for x in zip(*self.parts))
-        n = max(log_ratio.numel(), 1)
-        w = log_ratio.exp()
+        n = max(len(log_ratio), 1)
+        w = log_ratio.exp() if len(log_ratio) else torch.tensor([math.nan])
         rejected = self.rejected_sequences / self.sequences if gate == "seq" else self.rejected_tokens / n
         return {
             "kl": -log_ratio.sum().item() / n,
             "d3": k3(log_ratio).sum().item() / n,
-            "ratio_max": w.max().item() if len(w) else math.nan,
-            "ratio_min": w.min().item() if len(w) else math.nan,
-            "ess": (w.sum() ** 2 / (n * w.square().sum())).item() if len(w) else math.nan,
+            "ratio_max": w.max().item(),
+            "ratio_min": w.min().item(),
+            "ess": (w.sum() ** 2 / (n * w.square().sum())).item(),
             "rejected": rejected,
             "entropy": entropy.sum().item() / n,
             "loss": loss.sum().item(),
@@ -371,10 +354,8 @@ class Stats:
 def batch_metrics(samples: list[Sample], step: int) -> dict[str, float]:
     """Metrics of a batch that need no model."""
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
+    groups, mixed = {s.group for s in samples}, {s.group for s, a in zip(samples, advantages(samples)) if a != 0}
     lags = [step - s.version for s in samples]
-    groups: dict[int, set] = {}
-    for s in samples:
-        groups.setdefault(s.group, set()).add(s.reward)
     sampled = [sum(s.mask) for s in samples]
     return {
         "step": step,
@@ -382,7 +363,7 @@ def batch_metrics(samples: list[Sample], step: int) -> dict[str, float]:
         "lag_max": max(lags),
         "reward": rewards.mean().item(),
         "reward_std": rewards.std(correction=0).item(),
-        "groups_mixed": sum(len(r) > 1 for r in groups.values()) / len(groups),
+        "groups_mixed": len(mixed) / len(groups),
         "response_len": sum(sampled) / len(sampled),
         "tool_calls": sum(a > b for s in samples for a, b in zip(s.mask, s.mask[1:])) / len(samples),
         "truncated": sum(s.finish == "length" for s in samples) / len(samples),

@@ -117,21 +117,14 @@ class Engine:
         self.mode, self.stop_ids, self.version, self.cancelled = kernels_mode, sorted(stop_ids), None, False
         self.max_model_len, self.stop = max_model_len, list(stop)
         self.shapes = None  # of the parameters, from the first load
-        batch_tokens = max(8192, max_model_len)
         with kernels.engine_kernels(kernels_mode, self.device), torch.cuda.stream(self.stream):
             self.llm = LLM(
-                model,
-                dtype=dtype,
-                seed=seed,
+                model, dtype=dtype, seed=seed, max_model_len=max_model_len, max_num_seqs=max_seqs,
+                max_num_batched_tokens=max(8192, max_model_len), enable_prefix_caching=True, **settings,
                 skip_tokenizer_init=not stop,  # ids in, ids out; text is looked at for stop strings alone
                 generation_config="vllm",  # not the model's own: a repetition penalty there would change sampling
                 logprobs_mode="processed_logprobs",  # after the temperature, as sampled
-                enable_prefix_caching=True,
-                max_model_len=max_model_len,
-                max_num_seqs=max_seqs,
-                max_num_batched_tokens=batch_tokens,
-                **settings,
-            )
+            )  # fmt: skip
         torch.set_num_threads = set_num_threads
         self.engine = self.llm.llm_engine
         _ALIVE.append(self.llm)
@@ -169,15 +162,32 @@ class Engine:
         self.engine.set_weight_version(str(version))
         self.version = version
 
-    def generate(self, requests: list[Request], max_new_tokens: int, temperature: float, version: int, progress=None) -> list[Sample]:
+    def generate(self, requests: list[Request], max_new_tokens: int, temperature: float, version: int,
+                 progress=lambda: None) -> list[Sample]:
         """Sample one response per request, of at most `max_new_tokens` sampled tokens, in as many turns as its follow-up
         wants; call progress() after each. Raises RuntimeError if any token came from another version than `version`."""
         if version != self.version:
             raise RuntimeError(f"engine holds weights version {self.version}, batch needs {version}")
         samples = [Sample(r.prompt_ids, [], torch.empty(0), version, "length", []) for r in requests]
         turns = [0] * len(requests)
-        for i, request in enumerate(requests):
-            self._add(i, request, samples[i], 0, max_new_tokens, temperature)
+
+        def go_on(i, tool_ids):
+            """Append tool tokens, which are not sampled, and queue the next turn; None, or no room for a token, is the end."""
+            s = samples[i]
+            if tool_ids is not None:
+                room = max_new_tokens - sum(s.mask)
+                free = self.max_model_len - len(s.prompt_ids + s.response_ids + tool_ids)
+                if turns[i] and min(room, free) < 1:  # of a prompt that is too long, vLLM says so
+                    s.finish, tool_ids = "length", None
+            if tool_ids is None:
+                return progress()
+            s.response_ids, s.mask = s.response_ids + tool_ids, s.mask + [0] * len(tool_ids)
+            s.logprobs = torch.cat([s.logprobs, torch.zeros(len(tool_ids))])
+            self._add(str(i), requests[i], s, turns[i], room, temperature)
+            turns[i] += 1
+
+        for i in range(len(requests)):
+            go_on(i, [])
         pool = ThreadPoolExecutor(max_workers=8, thread_name_prefix="tool")  # starts no thread unless there is work
         with contextlib.ExitStack() as at_exit, torch.cuda.stream(self.stream):
             at_exit.callback(pool.shutdown, cancel_futures=True)  # if it is not the end: of 256 programs, 8 are waited for
@@ -188,60 +198,36 @@ class Engine:
                 if not self.engine.has_unfinished_requests():
                     wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
                 else:
-                    for output in self.engine.step():
-                        if output.finished:
-                            i = int(output.request_id)
-                            turn = _append_turn(samples[i], output.outputs[0])
-                            if output.request_id in self.experts:
-                                fed = len(samples[i].prompt_ids + samples[i].response_ids) - 1
-                                samples[i].experts = self.experts.pop(output.request_id)[:fed]
-                            if requests[i].follow_up and samples[i].finish == "stop":
-                                mask = samples[i].mask
-                                running[pool.submit(requests[i].follow_up, turn, sum(map(operator.gt, mask, mask[1:])))] = i
-                            elif progress:
-                                progress()
+                    for output in [o for o in self.engine.step() if o.finished]:
+                        i = int(output.request_id)
+                        s, turn = samples[i], _append_turn(samples[i], output.outputs[0])
+                        if output.request_id in self.experts:
+                            s.experts = self.experts.pop(output.request_id)[: len(s.prompt_ids + s.response_ids) - 1]
+                        if requests[i].follow_up and s.finish == "stop":
+                            calls = sum(map(operator.gt, s.mask, s.mask[1:]))
+                            running[pool.submit(requests[i].follow_up, turn, calls)] = i
+                        else:
+                            progress()
                 for future in [f for f in running if f.done()]:
-                    i, tool_ids = running.pop(future), future.result()
-                    if tool_ids is not None:
-                        turns[i] += 1
-                        self._continue(i, requests[i], samples[i], turns[i], tool_ids, max_new_tokens, temperature)
-                    elif progress:
-                        progress()
+                    go_on(running.pop(future), future.result())
         if not torch.cat([s.logprobs for s in samples]).isfinite().all():
             self.llm.collective_rpc(_clear_kv_cache)
         return samples
 
-    def _add(self, i, request, sample, turn, max_new_tokens, temperature) -> None:
-        """Queue the next turn of a response; its tokens so far are a prompt, most of which the prefix cache holds."""
+    def _add(self, name, request, sample, turn, max_new_tokens, temperature) -> None:
+        """Queue a turn of a response; its tokens so far are a prompt, most of which the prefix cache holds."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            temperature=temperature,
-            top_p=request.top_p,
-            max_tokens=max_new_tokens,
+            temperature=temperature, top_p=request.top_p, max_tokens=max_new_tokens, skip_clone=True,
             seed=sample_seed(request.seed, turn) if turn else request.seed,
-            logprobs=0,  # the sampled token's own
-            flat_logprobs=True,  # one flat list, not a dict per token
-            stop_token_ids=self.stop_ids,
-            ignore_eos=True,  # stop_ids decide, not the model's configuration
-            stop=self.stop if request.follow_up else None,
-            detokenize=bool(request.follow_up and self.stop),
+            logprobs=0, flat_logprobs=True,  # the sampled token's own, in one flat list, not a dict per token
+            stop_token_ids=self.stop_ids, ignore_eos=True,  # not what the model's configuration says
+            stop=self.stop if request.follow_up else None, detokenize=bool(request.follow_up and self.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
-        self.engine.add_request(str(i), {"prompt_token_ids": sample.prompt_ids + sample.response_ids}, params)
-
-    def _continue(self, i, request, sample, turn, tool_ids, max_new_tokens, temperature) -> None:
-        """Append tool tokens, which are not sampled (mask 0), and sample on, unless a limit leaves no room for a token."""
-        room = min(max_new_tokens - sum(sample.mask), self.max_model_len - len(sample.prompt_ids + sample.response_ids) - len(tool_ids))
-        if room < 1:
-            sample.finish = "length"
-            return
-        sample.response_ids += tool_ids
-        sample.mask += [0] * len(tool_ids)
-        sample.logprobs = torch.cat([sample.logprobs, torch.zeros(len(tool_ids))])
-        self._add(i, request, sample, turn, room, temperature)
+        )  # fmt: skip
+        self.engine.add_request(name, {"prompt_token_ids": sample.prompt_ids + sample.response_ids}, params)
 
     def close(self) -> None:
         """Shut vLLM down, for every engine of this process."""
@@ -344,7 +330,7 @@ def _append_turn(sample: Sample, out) -> list[int]:
     if out.logprobs.token_ids != ids:
         raise RuntimeError("vLLM returned log-probabilities of other tokens than it sampled")
     logprobs = torch.tensor(out.logprobs.logprobs, dtype=torch.float32)  # exact: they were float32
-    sample.logprobs = torch.cat([sample.logprobs, logprobs]) if sample.response_ids else logprobs
+    sample.logprobs = torch.cat([sample.logprobs, logprobs])
     sample.response_ids, sample.mask, sample.finish = sample.response_ids + ids, sample.mask + [1] * len(ids), out.finish_reason
     return ids
 
@@ -356,9 +342,8 @@ def _kv_cache_bytes(model, dtype, max_model_len, max_seqs, limit=4 << 30) -> int
     config = AutoConfig.from_pretrained(model)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = 4 if dtype == "float32" else 2
-    per_token = 2 * config.num_hidden_layers * heads * kernels.head_size(config) * size
-    blocks = -(-max_model_len // kernels.BLOCK)
-    sequence = blocks * kernels.BLOCK * per_token
+    block = kernels.BLOCK * 2 * config.num_hidden_layers * heads * kernels.head_size(config) * size
+    sequence = -(-max_model_len // kernels.BLOCK) * block
     return max(min(sequence * (max_seqs + 1), limit), 2 * sequence)
 
 
@@ -412,7 +397,7 @@ class WeightStore:
 
 
 class RolloutThread(threading.Thread):
-    """Samples batches start, start + 1, ... and puts them into a bounded queue.
+    """Samples batches start, start + 1, ... and puts them into a queue, as far ahead as the lag allows.
 
     schedule "fixed": batch b is sampled by version max(0, b - lag), so which weights sample what does not depend on the
     threads' timing. "bound": by the newest version when it starts, at least b - lag.
@@ -429,7 +414,7 @@ class RolloutThread(threading.Thread):
         self.first, self.steps, self.lag, self.schedule = start, steps, lag, schedule
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.timeout, self.threads, self.on_error = timeout, threads, on_error
-        self.batches: queue.Queue[Batch] = queue.Queue(maxsize=lag + 1)
+        self.batches: queue.Queue[Batch] = queue.Queue()  # at most lag + 1, as the next batch needs newer weights
         self.evaluations: collections.deque = collections.deque()  # of the arguments of `evaluate`
         self.stop, self.error, self.busy_since = threading.Event(), None, None
         threading.Thread(target=self._watch, name="rollout-watchdog", daemon=True).start()
@@ -458,8 +443,7 @@ class RolloutThread(threading.Thread):
         """Stop; False if the thread is still in a call of the engine after `wait` seconds."""
         self.stop.set()
         self.engine.cancelled = True
-        if self.is_alive():
-            self.join(wait)
+        self.join(wait)
         return not self.is_alive()
 
     # -- the thread
@@ -470,8 +454,9 @@ class RolloutThread(threading.Thread):
             with torch.no_grad():
                 for b in range(self.first, self.steps):
                     batch = self._sample(b)
-                    if batch is None or not self._put(batch):
+                    if batch is None:
                         return
+                    self.batches.put(batch)
                 while not self.stop.is_set():  # evaluations of the last updates
                     self._run_evaluations()
                     time.sleep(0.02)
@@ -485,36 +470,26 @@ class RolloutThread(threading.Thread):
         if found is None:
             return None
         version, weights = found
-        self._run_evaluations()
-        t0 = time.perf_counter()
-        self.busy_since = time.monotonic()
-        if self.engine.version != version:
-            self.engine.load(weights, version)
-        t1 = time.perf_counter()
-        samples = self.engine.generate(self.make_requests(b), self.max_new_tokens, self.temperature, version)
+        start = time.perf_counter()
+        samples, t_sync = self._generate(weights, version, self.make_requests(b), self.max_new_tokens, self.temperature)
         texts = self.grade(b, samples)
         self.busy_since = None
-        return Batch(b, samples, texts, time.perf_counter() - t1, t1 - t0)
+        return Batch(b, samples, texts, time.perf_counter() - start - t_sync, t_sync)
 
     def _run_evaluations(self) -> None:
         while self.evaluations and not self.stop.is_set():
-            weights, version, requests, max_new_tokens, temperature, done = self.evaluations[0]
-            self.busy_since = time.monotonic()
-            if self.engine.version != version:
-                self.engine.load(weights, version)
-            samples = self.engine.generate(requests, max_new_tokens, temperature, version)
-            done(samples, self.engine.version)
+            *arguments, done = self.evaluations[0]
+            done(self._generate(*arguments)[0], self.engine.version)
             self.busy_since = None
             self.evaluations.popleft()  # after it is done: an empty deque means nothing is left to wait for
 
-    def _put(self, batch: Batch) -> bool:
-        while not self.stop.is_set():
-            try:
-                self.batches.put(batch, timeout=0.1)
-                return True
-            except queue.Full:
-                pass
-        return False
+    def _generate(self, weights, version, requests, max_new_tokens, temperature) -> tuple[list[Sample], float]:
+        """Samples, and the seconds that loading the weights took."""
+        start = self.busy_since = time.monotonic()
+        if self.engine.version != version:
+            self.engine.load(weights, version)
+        t_sync = time.monotonic() - start
+        return self.engine.generate(requests, max_new_tokens, temperature, version), t_sync
 
     def _fail(self, error: BaseException) -> None:
         self.error = error

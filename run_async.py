@@ -13,7 +13,6 @@ import dataclasses
 import fcntl
 import importlib.util
 import json
-import math
 import os
 import pathlib
 import shutil
@@ -318,32 +317,40 @@ def require(config, least: dict, most: dict) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be at least {bound}{limit}")
 
 
+def open_model(path: pathlib.Path, kernels_mode: str, device: str):
+    """Configuration and tokenizer of a model folder. Raises UserError, also for what has no aligned kernels on the device."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    import kernels
+
+    try:
+        model, tokenizer = (auto.from_pretrained(path, trust_remote_code=False) for auto in (AutoConfig, AutoTokenizer))
+        if kernels_mode == "aligned":
+            kernels.require_supported(model, device)
+    except Exception as error:  # of the libraries in Rust, too
+        raise UserError(f"--model {path}: {str(error).strip().splitlines()[0]}") from None
+    return model, tokenizer
+
+
 def check_model(config: Config, path: pathlib.Path):
     """Checks that need the model's configuration and tokenizer, not its weights. Raises UserError; returns the tokenizer, the
     task, and a line that says what the kept weight versions take."""
     import psutil
     import torch
-    from transformers import AutoConfig, AutoTokenizer
 
-    import kernels
     from envs import load_env, too_long
 
-    try:
-        model, tokenizer = (auto.from_pretrained(path, trust_remote_code=False) for auto in (AutoConfig, AutoTokenizer))
-        size = parameters(path) * (4 if config.dtype == "float32" else 2) / 1e9
-    except Exception as error:  # of the libraries in Rust, too
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(reason if isinstance(error, UserError) else f"--model {path}: {reason}") from None
+    learner = devices(config)[1]
+    model, tokenizer = open_model(path, config.kernels, learner)
+    size = parameters(path) * (4 if config.dtype == "float32" else 2) / 1e9
     try:
         task = load_env(config.env, tokenizer, config.seed, config.difficulty, config.max_turns, config.unsafe_sandbox,
-                        data=config.data, data_fields=config.data_fields, skip_bad_rows=config.skip_bad_rows)  # fmt: skip
-        if config.kernels == "aligned":
-            kernels.require_supported(model, devices(config)[1])
-    except (ValueError, OSError) as error:
-        raise UserError(str(error).strip().splitlines()[0]) from None
+                        config.data, config.data_fields, config.skip_bad_rows)  # fmt: skip
+    except ValueError as error:
+        raise UserError(str(error)) from None
     if config.routing == "replay" and model.model_type != "qwen3_moe":
         raise UserError(f"--routing replay: --model {config.model} is not a Qwen3-MoE model")
-    heldout = task.heldout(config.eval_problems) if config.eval_every else []
+    heldout = task.heldout(config.eval_problems if config.eval_every else 0)
     if config.eval_every and not heldout:
         raise UserError(f"--eval-every {config.eval_every}: the task has no held-out problems; use --eval-every 0")
     everything = getattr(task, "problems", None) or task.train(0, config.prompts)
@@ -352,27 +359,22 @@ def check_model(config: Config, path: pathlib.Path):
         if long := too_long(task, problems, model.max_position_embeddings - length):
             raise UserError(f"{flag} {length}: with {len(long)} of {len(problems)} prompts it exceeds the model's "
                             f"{model.max_position_embeddings} positions (the longest has {max(len(task.prompt_ids(p)) for p in long)} tokens); lower it, or use other --data or a --model with more")  # fmt: skip
-    learner = devices(config)[1]
     free = (psutil.virtual_memory().available if learner == "cpu" else torch.cuda.mem_get_info(learner)[0]) / 1e9
     need = (config.lag + 1) * size
     keeps = f"keeps {config.lag + 1} weight versions ({need:.3g} GB)"
     if need > free / 2:  # the other half is for the model, its gradients and optimizer, and the engine
         raise UserError(f"--lag {config.lag}: it {keeps}, {free:.3g} GB are free; use a smaller --lag")
-    note = f"lag {config.lag} {keeps}"
-    return tokenizer, task, f"{task.note}\n{note}" if hasattr(task, "note") else note
+    return tokenizer, task, f"{task.note}\nlag {config.lag} {keeps}".lstrip()
 
 
 def parameters(path: pathlib.Path) -> int:
-    """Number of weights in a model folder's safetensors files, from their headers."""
-    from safetensors import safe_open
+    """Number of weights in a model folder's safetensors files, from their headers. Raises UserError."""
+    from huggingface_hub import get_local_safetensors_metadata
 
-    total = 0
-    for file in list(path.glob("model*.safetensors")) or path.glob("*.safetensors"):  # a checkpoint has others, too
-        with safe_open(file, "pt") as tensors:
-            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())
-    if not total:
-        raise UserError(f"--model {path}: no *.safetensors files there")
-    return total
+    try:
+        return sum(get_local_safetensors_metadata(path).parameter_count.values())
+    except Exception as error:  # none there, or a damaged one
+        raise UserError(f"--model {path}: {str(error).strip().splitlines()[0]}") from None
 
 
 def resolve_model(name: str, env: str = "arith") -> pathlib.Path:

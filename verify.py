@@ -16,13 +16,12 @@ Where strings allow two readings, this is how they are read here:
 
 import json
 import os
+import queue
 import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections import Counter
 from fractions import Fraction
 
 DEADLINE, CPU_TIME = 2.0, 1.0  # seconds per answer, by the clock and of a core: a busy machine should turn no verdict
@@ -30,9 +29,9 @@ MEMORY = 2**30  # bytes of address space
 LONGEST = 1000  # characters of an answer
 WORKERS = min(os.cpu_count() or 1, 8)  # answers at a time
 
-events = Counter()  # "right", "wrong", "timeouts" and "crashes" of workers; what ended in the last two has been replaced
-_slots, _lock = threading.Semaphore(WORKERS), threading.Lock()
-_idle = []  # workers: process and socket
+_workers = queue.LifoQueue()  # process and socket of each, None for one that is not started
+for _ in range(WORKERS):
+    _workers.put(None)
 
 NUMBER = r"[-+]?((\d{1,3}(,\d{3})+|\d+)(\.\d*)?|\.\d+)"
 
@@ -94,10 +93,7 @@ def is_correct(response: str, answer: str) -> bool:
     bases = [base[1] for base in (re.search(r"\d_\{?(\d+)\}?$", text) for text in (gold, given)) if base]
     if len(set(bases)) == 2 or re.fullmatch(r"\d?\d:\d\d", gold):  # a time is no ratio
         return False
-    outcome = _ask(gold, given)
-    if outcome == "crashes":  # which may have come from outside
-        outcome = _ask(gold, given, new_worker=True)
-    return outcome == "right"
+    return _ask(gold, given)
 
 
 def _plain(text: str) -> str:
@@ -112,26 +108,27 @@ def _plain(text: str) -> str:
 # safe, and multiprocessing would import the main script again. It ends itself after CPU_TIME, and with its parent.
 
 
-def _ask(gold: str, given: str, new_worker: bool = False) -> str:
-    """"right", "wrong", "timeouts" or "crashes", counted in `events`."""
-    with _slots:
-        with _lock:
-            worker = _idle.pop() if _idle and not new_worker else None
-        process, connection = worker or _start_worker()
-        try:
-            connection.sendall(json.dumps([gold, given]).encode() + b"\n")
-            outcome = {b"1": "right", b"0": "wrong", b"": "crashes"}[connection.recv(1)]
-        except OSError as error:
-            outcome = "timeouts" if isinstance(error, TimeoutError) else "crashes"
-        if outcome in ("right", "wrong"):
-            _idle.append((process, connection))
-        else:
+def _ask(gold: str, given: str) -> bool:
+    """Math-verify's verdict; False if it takes too long. A worker that does, or that crashes, is replaced."""
+    worker = _workers.get()
+    try:
+        for _ in range(2):  # a crash may have come from outside: once more
+            process, connection = worker = worker or _start_worker()
+            try:
+                connection.sendall(json.dumps([gold, given]).encode() + b"\n")
+                verdict = connection.recv(1)
+            except OSError as error:
+                verdict = None if isinstance(error, TimeoutError) else b""
+            if verdict:
+                return verdict == b"1"
+            worker = None
             process.kill()
             connection.close()
-            outcome = "timeouts" if process.wait() == -signal.SIGPROF else outcome
-    with _lock:
-        events[outcome] += 1
-    return outcome
+            if process.wait() == -signal.SIGPROF or verdict is None:
+                return False
+        return False
+    finally:
+        _workers.put(worker)
 
 
 def _start_worker() -> tuple[subprocess.Popen, socket.socket]:
