@@ -10,7 +10,6 @@ import multiprocessing
 import pathlib
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -129,19 +128,31 @@ def load_bench(name: str, tokenizer, config: Config):
 
 
 def in_a_process(config: Config, name: str, path: pathlib.Path, log: pathlib.Path) -> dict:
-    """`evaluate_model` in a process of its own: only when that ends, vLLM's memory is free. Raises UserError if it fails."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(evaluate_model, config, name, path, log).result()
-        except UserError:
-            raise
-        except Exception as error:  # BrokenProcessPool if it was killed
-            with open(log, "a") as file:
-                print(error.__cause__ or error, file=file)  # the traceback there
-            raise UserError(f"--model {name}: the evaluation failed or was killed, perhaps for memory; {log} says more") from None
-        finally:
-            for process in multiprocessing.active_children():  # interrupted, it might go on for hours
-                process.kill()
+    """`evaluate_model` in a process of its own: only when that ends, vLLM's memory is free. Raises UserError if it fails. (Not by a
+    ProcessPoolExecutor: now and then it waits forever for a worker that was killed.)"""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_evaluate_and_send, args=(sender, config, name, path, log))
+    process.start()
+    sender.close()
+    try:
+        found = receiver.recv()
+    except EOFError:
+        raise UserError(f"--model {name}: the evaluation failed or was killed, perhaps for memory; {log} says more") from None
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(found, UserError):
+        raise found
+    return found
+
+
+def _evaluate_and_send(sender, *args) -> None:
+    try:
+        found = evaluate_model(*args)
+    except UserError as error:
+        found = error
+    sender.send(found)
 
 
 def evaluate_model(config: Config, name: str, path: pathlib.Path, log: pathlib.Path) -> dict:
