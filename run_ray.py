@@ -43,6 +43,7 @@ except ImportError:
 from weight_transfer import Sender, free_address, result_of
 
 DEATHS = 3  # of an engine in a row, which end the run
+START = 600.0  # seconds in which the engines must be there
 
 
 @dataclass
@@ -204,8 +205,8 @@ class Engines:
             settings |= {"device": "cuda:0", "device_ids": list(range(config.tensor_parallel)),
                          "tensor_parallel_size": config.tensor_parallel, "weight_transfer_config": {"backend": "nccl"}}  # fmt: skip
         self.actors = engine_actors(config, args, settings)
-        late = f"--engines {config.engines}: not started within --rollout-timeout {config.rollout_timeout:g}; has Ray room for them all?"
-        self._all([actor.start.remote() for actor in self.actors], config.rollout_timeout, late)
+        late = f"--engines {config.engines}: not all are there after {START:g} s; has Ray room for them?"
+        self._all([actor.start.remote() for actor in self.actors], START, late)
 
     def load(self, weights: Weights, version: int) -> None:
         """CPUs: the weights become one object, which all engines read. GPUs: they are broadcast."""

@@ -144,22 +144,22 @@ def processes(name: str, of: int | None = None) -> list[psutil.Process]:
     return found
 
 
-def kill_in_a_call(name: str, after, of: int | None = None) -> None:
-    """SIGKILL one process while it is in a call of that name, once after() is true."""
-    limit = time.monotonic() + 300
+def in_a_call(name: str, after, of: int | None = None) -> psutil.Process:
+    """One process, stopped while it is in a call of that name, once after() is true."""
+    limit = time.monotonic() + 120
     while time.monotonic() < limit:
         time.sleep(0.005)
         for process in processes(name, of) if after() else ():
             process.suspend()
-            if process.is_running() and " ".join(process.cmdline()).startswith(f"ray::{name}"):  # still
-                process.kill()
-                return
+            if " ".join(process.cmdline()).startswith(f"ray::{name}"):  # still
+                return process
             process.resume()
+    raise TimeoutError(name)
 
 
 def test_an_engine_killed_in_the_middle_of_a_batch_is_started_again_and_the_run_ends_in_the_same_bytes(go, plain, tmp_path):
     metrics = tmp_path / "run" / "metrics.jsonl"
-    killer = threading.Thread(target=kill_in_a_call, args=("EngineActor.generate", lambda: metrics.exists() and metrics.read_text().count("\n") > 0))
+    killer = threading.Thread(target=lambda: in_a_call("EngineActor.generate", lambda: metrics.exists() and metrics.read_text()).kill())
     killer.start()
     before = {p.pid for p in processes("EngineActor")}
     done = go(tmp_path / "run", "--engines", 3)
@@ -167,6 +167,19 @@ def test_an_engine_killed_in_the_middle_of_a_batch_is_started_again_and_the_run_
     after = {p.pid for p in processes("EngineActor")}
     assert len(before - after) == len(after - before) == 1  # one is another process
     assert_same(done, plain)
+
+
+def test_a_hung_engine_ends_the_run_at_its_timeout(go, tmp_path):
+    metrics, stopped = tmp_path / "run" / "metrics.jsonl", []
+    stopper = threading.Thread(target=lambda: stopped.append(in_a_call("EngineActor.generate", lambda: metrics.exists() and metrics.read_text())))
+    stopper.start()
+    try:
+        done = go(tmp_path / "run", "--engines", 2, "--steps", 1000, "--rollout-timeout", 5, code=1)
+    finally:
+        stopper.join()
+        for process in stopped:
+            process.resume()
+    assert "run_ray.py: TimeoutError: rollout has hung for 5 s" in done.console
 
 
 def test_an_engine_that_dies_in_every_attempt_ends_the_run_with_its_last_error(pool, base_model):
@@ -194,21 +207,10 @@ def test_an_error_in_an_engine_is_raised_as_it_was(pool, base_model):
         run_ray.Engines(run_ray.Config(env="chess"), base_model, device="cpu", max_seqs=4)
 
 
-def test_engines_for_which_ray_has_no_room_end_the_run_in_time(pool, base_model):
+def test_engines_for_which_ray_has_no_room_end_the_run_in_time(pool, base_model, monkeypatch):
+    monkeypatch.setattr(run_ray, "START", 1.0)
     with pytest.raises(TimeoutError, match="--engines 20"):
-        run_ray.Engines(run_ray.Config(engines=20, prompts=20, rollout_timeout=1), base_model, device="cpu", max_seqs=4)
-
-
-def test_a_wait_for_a_hung_engine_can_be_cancelled(pool):
-    engines = run_ray.Engines.__new__(run_ray.Engines)
-    engines.cancelled = False
-    hung = run_ray.ray.remote(time.sleep).options(num_cpus=0).remote(60)
-    threading.Timer(0.3, lambda: setattr(engines, "cancelled", True)).start()
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match="cancelled"):
-        engines._all([hung])
-    assert time.monotonic() - start < 5
-    run_ray.ray.cancel(hung, force=True)
+        run_ray.Engines(run_ray.Config(engines=20, prompts=20), base_model, device="cpu", max_seqs=4)
 
 
 def test_weights_are_one_object_that_is_read_in_place_and_freed_with_its_version(pool):
@@ -305,7 +307,7 @@ def test_the_command_saves_and_stops_at_sigterm_goes_on_with_resume_and_leaves_n
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_lost_learner_ends_in_a_restart_from_the_newest_checkpoint_or_the_start_and_in_the_same_bytes(saved, command, plain, tmp_path):
     process, end = command("--learners", 2, "--save-every", 3 if saved else 0, "--max-restarts", 1)
-    kill_in_a_call("LearnerActor", rows(tmp_path / "run", 4 if saved else 2), process.pid)
+    in_a_call("LearnerActor.update", rows(tmp_path / "run", 4 if saved else 2), process.pid).kill()
     done = end()
     assert "restart 1 of 1 (--max-restarts)" in done.console and ("checkpoint-3" in done.console or not saved)
     assert_same(done, plain)
@@ -355,7 +357,7 @@ def test_default_runs_are_the_same_on_two_engines_also_when_one_is_killed(settin
         folder = tmp_path / name
         process = subprocess.Popen([sys.executable, program, *settings.split(), *args.split(), "--out", folder], cwd=ROOT)
         if name == "killed":
-            kill_in_a_call("EngineActor.generate", rows(folder, 5), process.pid)
+            in_a_call("EngineActor.generate", rows(folder, 5), process.pid).kill()
         assert process.wait(3600) == 0
         runs[name] = Done(0, "", folder)
     for name in ("ray", "killed"):
