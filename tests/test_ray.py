@@ -146,7 +146,7 @@ def processes(name: str, of: int | None = None) -> list[psutil.Process]:
 
 def in_a_call(name: str, after, of: int | None = None) -> psutil.Process:
     """One process, stopped while it is in a call of that name, once after() is true."""
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 600
     while time.monotonic() < limit:
         time.sleep(0.005)
         for process in processes(name, of) if after() else ():
@@ -174,12 +174,12 @@ def test_a_hung_engine_ends_the_run_at_its_timeout(go, tmp_path):
     stopper = threading.Thread(target=lambda: stopped.append(in_a_call("EngineActor.generate", lambda: metrics.exists() and metrics.read_text())))
     stopper.start()
     try:
-        done = go(tmp_path / "run", "--engines", 2, "--steps", 1000, "--rollout-timeout", 5, code=1)
+        done = go(tmp_path / "run", "--engines", 2, "--steps", 1000, "--rollout-timeout", 8, code=1)
     finally:
         stopper.join()
         for process in stopped:
             process.resume()
-    assert "run_ray.py: TimeoutError: rollout has hung for 5 s" in done.console
+    assert "run_ray.py: TimeoutError: rollout has hung for 8 s" in done.console and stopped
 
 
 def test_an_engine_that_dies_in_every_attempt_ends_the_run_with_its_last_error(pool, base_model):
@@ -223,7 +223,7 @@ def test_weights_are_one_object_that_is_read_in_place_and_freed_with_its_version
             assert list(got) == list(original) and all(got[n].dtype == dtype and torch.equal(got[n], original[n]) for n in original)
         assert weights["a"].data_ptr() == run_ray.unpack(run_ray.ray.get(ref))["a"].data_ptr() != original["a"].data_ptr()
         assert weights["a"].data_ptr() % 64 == 0
-        at = ref.hex()
+        at = ref.hex().encode()
         assert at in held()
         del weights, ref, got
         limit = time.monotonic() + 10
@@ -232,7 +232,7 @@ def test_weights_are_one_object_that_is_read_in_place_and_freed_with_its_version
             time.sleep(0.05)
 
 
-def held() -> set[str]:
+def held() -> set[bytes]:
     """Objects to which this process has references."""
     return set(run_ray.ray._private.worker.global_worker.core_worker.get_all_reference_counts())
 
