@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import pathlib
+import secrets
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from test_run import Done
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HEAD, WORKER, PORT = "10.211.77.1", "10.211.77.2", 6379
 SETTINGS = ("--prompts 4 --group-size 4 --max-new-tokens 24 --lag 2 --steps 40 --eval-every 0 --learner-threads 1 --rollout-threads 1").split()
+TOKEN = secrets.token_hex(32)  # Ray's nodes show it to each other
 UNTIMED = ("weight_bytes",)  # of run_ray.py alone
 
 
@@ -62,7 +64,7 @@ def start(namespace, console, *command) -> subprocess.Popen:
     """A process in the namespace; the fixture `cable` kills it at the end."""
     with open(console, "w") as out:
         return subprocess.Popen(["ip", "netns", "exec", namespace, *map(str, command)], cwd=ROOT, stdout=out, stderr=out, start_new_session=True,
-                                env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"})  # fmt: skip
+                                env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN})  # fmt: skip
 
 
 def until(true, seconds: float, process, what: str) -> None:
