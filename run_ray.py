@@ -34,6 +34,9 @@ import kernels_cuda
 from rollout import Engine, Weights
 from run_async import UserError, default_threads, devices
 
+# A link that was down for 20 s can leave a connection that one end has given up and the other waits on. Ray asks after 300 s; its
+# servers allow it every 60 s.
+os.environ.setdefault("RAY_grpc_client_keepalive_time_ms", "65000")
 try:
     import ray
     from ray.exceptions import RayActorError, RayError, RayTaskError
