@@ -235,7 +235,7 @@ def check(runs: list[dict]) -> None:
                 drawn[k].append(v)
         predicted, measured = {k: float(np.mean(v)) for k, v in drawn.items()}, run["measured"]
         times = ", ".join(f"{run[k][10]:.3f} ({run[k][5]:.3f} to {run[k][15]:.3f})" for k in ("rollout", "learn", "sync"))
-        rows.append([run["run"], str(run["engines"]), f"{run['lag']} {run['schedule']}", times, f"{measured['updates_per_s']:.2f}",
+        rows.append([f"{run['run']}, {run['updates']} updates", str(run["engines"]), f"{run['lag']} {run['schedule']}", times, f"{measured['updates_per_s']:.2f}",
                      f"{predicted['updates_per_s']:.2f}", f"{predicted['updates_per_s'] / measured['updates_per_s']:.2f}",
                      *(" / ".join(f"{round(x[k], 2) + 0.0:.0%}" for x in (measured, predicted)) for k in ("engines_idle", "learner_idle")), f"{measured['lag']:.1f} / {predicted['lag']:.1f}"])  # fmt: skip
     table("run | engines | lag | rollout, learner, weights: median s (quartiles) | updates/s | predicted | ratio | engines idle, measured / predicted "
