@@ -57,6 +57,8 @@ def load_env(name: str, tokenizer, seed: int = 0, difficulty: int | str = "", ma
 
     Raises ValueError, one line that names the flag, for a bad difficulty or data that cannot be read.
     """
+    if name not in ENVS:
+        raise ValueError(f"--env {name}: unknown task; there are {', '.join(ENVS)}")
     if name == "jsonl" and data is None:
         raise ValueError(f"--env {name}: --data FILE says where the problems are")
     if name in ("arith", "calc"):

@@ -492,7 +492,9 @@ def loading_engine(log):
 
     llm = types.SimpleNamespace(collective_rpc=rpc, reset_prefix_cache=lambda: True)
     core = types.SimpleNamespace(set_weight_version=lambda v: log.append(f"holds {v}"))
-    return types.SimpleNamespace(mode="aligned", device="cuda:0", stream=FakeStream("engine"), llm=llm, engine=core, version=None, shapes=None)
+    engine = types.SimpleNamespace(mode="aligned", device="cuda:0", stream=FakeStream("engine"), llm=llm, engine=core, version=None, shapes=None)
+    engine.loaded = types.MethodType(rollout.Engine.loaded, engine)
+    return engine
 
 
 def test_engine_waits_for_the_event_behind_the_learners_copy_and_has_read_before_it_lets_go(streams):
