@@ -55,7 +55,7 @@ def load_env(name: str, tokenizer, seed: int = 0, difficulty: int | str = "", ma
     """The task called `name`. `tokenizer` is a Hugging Face tokenizer; `seed` picks the training problems only; no difficulty
     is the task's own; the rest is run_async.py's flags. `note` is a line on what a data set holds.
 
-    Raises ValueError, one line that names the flag, for a bad difficulty or data that cannot be read.
+    Raises ValueError, one line that names the flag, for an unknown task, a bad difficulty, or data that cannot be read.
     """
     if name not in ENVS:
         raise ValueError(f"--env {name}: unknown task; there are {', '.join(ENVS)}")

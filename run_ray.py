@@ -189,6 +189,7 @@ class EngineActor:
     def loaded(self, version: int) -> None:
         self.engine.loaded(version)
 
+
 def engine_actors(config: Config, args, settings) -> list:
     gpus = 0 if settings["device"] == "cpu" else config.tensor_parallel
     actor = ray.remote(EngineActor).options(num_cpus=1, num_gpus=gpus, scheduling_strategy="SPREAD", max_restarts=-1, max_task_retries=DEATHS - 1)

@@ -2,13 +2,11 @@
 
     python plots/reproduce.py                            # every arm, 1,500 updates each: some hours on two cores
     python plots/reproduce.py --arms aligned-lag8 standard-lag8 --updates 300 --seeds 1
-
     python plots/reproduce.py --arms speed               # updates per second, short runs; on an otherwise idle machine
 
 An arm that is done is skipped, one that was interrupted goes on at its last checkpoint. Logs are kept, compressed, in
 plots/logs, with the command, versions, machine and wall time of each; `make plots` draws from them alone. Nothing but the
-speed arms depends on timing, so two of these may run at once on other --arms, `taskset -c 0` and `taskset -c 1`: on two
-cores that is a third faster than one after the other.
+speed arms depends on timing, so two of these may run at once on other --arms, `taskset -c 0` and `taskset -c 1`.
 """
 
 import argparse
