@@ -108,9 +108,10 @@ class Learner:
         elif gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.train()
-        # Of a mixture of experts. A router's `chosen` [tokens, k] are the last forward's; `fed`: which of its rows the engine
-        # had too, all but the last of each sequence.
-        self.routers = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "experts")]
+        # Of a Qwen3 mixture of experts. A router's `chosen` [tokens, k] are the last forward's; `fed`: which of its rows the
+        # engine had too, all but the last of each sequence.
+        qwen3 = self.model.config.model_type == "qwen3_moe"
+        self.routers = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "experts")] if qwen3 else []
         self.replay, self.fed, self.replayed = routing == "replay", None, None
         if kernels_mode == "standard":
             for i, router in enumerate(self.routers):
@@ -377,5 +378,6 @@ def expert_metrics(samples: list[Sample], config) -> dict[str, float]:
     if samples[0].experts is None:
         return {}
     chosen = torch.cat([s.experts for s in samples]).transpose(0, 1).flatten(1)  # [layers, tokens * k]
-    share = torch.stack([layer.bincount(minlength=config.num_experts) for layer in chosen]).double() / chosen.shape[1]
+    experts = getattr(config, "num_experts", 0) or config.num_local_experts
+    share = torch.stack([layer.bincount(minlength=experts) for layer in chosen]).double() / chosen.shape[1]
     return {f"expert_{e}": s for e, s in enumerate(share.mean(0).tolist())} | {"expert_max": share.max().item()}

@@ -252,7 +252,7 @@ def _renew_packed(worker) -> None:
 
 def _experts(model) -> list:
     """vLLM's experts, layer by layer, of a mixture of experts; empty otherwise."""
-    return [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    return [module for module in model.modules() if hasattr(module, "routed_experts")]
 
 
 def _record_experts(runner, scheduler) -> dict[str, torch.Tensor]:

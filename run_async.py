@@ -325,6 +325,9 @@ def open_model(path: pathlib.Path, kernels_mode: str, device: str):
 
     try:
         model, tokenizer = (auto.from_pretrained(path, trust_remote_code=False) for auto in (AutoConfig, AutoTokenizer))
+        for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+            if getattr(model, name, None) not in (None, 1):
+                raise ValueError(f"model type {model.model_type!r} scales its logits ({name}), the learner does not; choose another --model")
         if kernels_mode == "aligned":
             kernels.require_supported(model, device)
     except Exception as error:  # of the libraries in Rust, too

@@ -269,6 +269,35 @@ def test_standard_kernels_replay_the_engines_experts_in_a_run(run, folder):  # n
         assert 0 < m["mismatch_max"] < 1 and 0 <= m["route_flips"] < 0.5 and m["stepped"] in (True, False)
 
 
+def other(path, model_type: str, **more):
+    """A tiny random model of an architecture without aligned kernels, with the base model's tokenizer."""
+    import base
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = base.make_tokenizer()
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    vocabulary = dict(vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=None)
+    config = AutoConfig.for_model(model_type, **sizes | vocabulary | more)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_another_mixture_of_experts_trains_with_standard_kernels(run, tmp_path):  # noqa: F811
+    path = other(tmp_path / "model", "granitemoe", num_local_experts=4, num_experts_per_tok=2)
+    for m in run("--model", path, "--kernels", "standard", "--steps", 3, "--lag", 1).rows():
+        assert 0 < m["mismatch_max"] < 1 and sum(m[f"expert_{e}"] for e in range(4)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("kernels", ["standard", "aligned"])
+def test_a_model_that_scales_its_logits_is_refused_in_one_line(run, tmp_path, kernels):  # noqa: F811
+    path = other(tmp_path / "model", "gemma2")
+    console = run("--model", path, "--kernels", kernels, "--steps", 2, code=2).console
+    assert "final_logit_softcapping" in console and "Traceback" not in console
+
+
 @pytest.mark.parametrize("args", [["--model", "base-moe"], ["--kernels", "standard"]])
 def test_replay_without_a_use_is_refused_in_one_line(run, args):  # noqa: F811
     console = run(*args, "--routing", "replay", "--steps", 2, code=2).console
