@@ -57,7 +57,7 @@ SPEED = {
 }
 # A real language model; --model takes SmolLM2-135M-Instruct from --smollm2.
 WORDS = {
-    f"{kernels}-smollm2": (f"--kernels {kernels} --env arith --difficulty words --lag 4 --prompts 16 --lr 1e-5 --eval-every 0", 1)
+    f"{kernels}-smollm2": (f"--kernels {kernels} --env arith --difficulty words --lag 4 --prompts 8 --lr 1e-5 --eval-every 0", 1)
     for kernels in ("aligned", "standard")
 }
 GROUPS = {"main": MAIN, "drift": DRIFT, "speed": SPEED, "smollm2": WORDS}
