@@ -143,6 +143,8 @@ def at(p: dict, lag: int, **other) -> dict[str, float]:
 def best(m: Model, gpus: int, args) -> dict:
     """The split of the GPUs with the shortest update at lag 8, of those that fit."""
     plans = [plan(m, gpus, learners, args) for learners in (gpus // 4, gpus // 2, gpus * 3 // 4)]
+    if not any(p["fits"] for p in plans):
+        raise SystemExit(f"--memory {args.memory:g}: {m.name} fits no split of {gpus} GPUs")
     return min((p for p in plans if p["fits"]), key=lambda p: at(p, 8)["s"])
 
 
@@ -267,6 +269,16 @@ def main() -> None:
     for name, (value, text) in FLAGS.items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"{text}; {value:g}")
     args = parser.parse_args()
+    for name in FLAGS:
+        if not 0 < (value := getattr(args, name.replace("-", "_"))) < float("inf"):
+            parser.error(f"--{name} {value}: must be above 0")
+    if not args.length_mean <= args.length_p99 < 14.9 * args.length_mean:
+        parser.error(f"--length-p99 {args.length_p99}: a lognormal's is at least --length-mean and less than 15 times as much")
+    if args.lengths and not pathlib.Path(args.lengths).exists():
+        parser.error(f"--lengths {args.lengths}: no such run or file")
+    for folder in args.check or ():
+        if not any((folder / f"metrics.jsonl{end}").exists() for end in ("", ".gz")):
+            parser.error(f"--check {folder}: no run there (no metrics.jsonl)")
     runs = [measure(folder) for folder in args.check] if args.check else json.loads(KEPT.read_text()) if KEPT.exists() else []
     if args.keep and args.check:
         KEPT.write_text("[\n" + ",\n".join(map(json.dumps, runs)) + "\n]\n")

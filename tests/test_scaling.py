@@ -87,3 +87,12 @@ def test_every_number_of_the_page_is_printed():
     number = r"\d[\d,]*\.?\d*(?:e\d+)?"
     known = {n.rstrip(",.") for n in re.findall(number, printed)}
     assert not {n for n in (n.rstrip(",.") for n in re.findall(number, prose)) if n not in known and len(n) > 1}
+
+
+@pytest.mark.parametrize("args", ["--network 0", "--length-p99 100", "--length-p99 70000", "--lengths nowhere", "--check nowhere", "--memory 1e9"])
+def test_what_cannot_be_is_refused_by_its_flag(args, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["scaling.py", *args.split()])
+    with pytest.raises(SystemExit) as raised:
+        scaling.main()
+    said = raised.value.code if isinstance(raised.value.code, str) else capsys.readouterr().err
+    assert args.split()[0] in said.splitlines()[-1]
