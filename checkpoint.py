@@ -14,8 +14,8 @@ import pathlib
 import shutil
 
 FORMAT = 1  # of all of the above
-# settings that a resumed run may change: no update depends on them
-FREE = {"steps", "rollout_timeout", "max_bad_steps", "engines", "tensor_parallel", "ray_address", "max_restarts"}
+# settings that a resumed run may change: with aligned kernels no update depends on them
+FREE = {"steps", "rollout_timeout", "max_bad_steps", "engines", "tensor_parallel", "learners", "ray_address", "max_restarts"}
 
 
 def identity(settings: dict, model: pathlib.Path) -> dict:

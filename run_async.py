@@ -630,7 +630,8 @@ def open_run(args: list[str] | None, Config, check, Run) -> Run:
     if resuming:
         folders = [folder := pathlib.Path(config.resume)]
         try:
-            saved = Config(**json.loads((folder / "config.json").read_text()))
+            written = dict(json.loads((folder / "config.json").read_text()))
+            saved = Config(**{k: v for k, v in written.items() if k not in checkpoint.FREE or hasattr(Config, k)})  # or of run_ray.py
         except FileNotFoundError:
             raise UserError(f"--resume {folder}: no run there (no config.json)") from None
         except (TypeError, ValueError) as error:
@@ -638,13 +639,13 @@ def open_run(args: list[str] | None, Config, check, Run) -> Run:
         config = with_full_path(dataclasses.replace(tyro.cli(Config, args=args, default=saved), resume=None))  # flags given win
         changed = [f.name for f in dataclasses.fields(Config) if getattr(config, f.name) != getattr(saved, f.name)]
         if others := [name.replace("_", "-") for name in changed if name not in checkpoint.FREE]:
-            free = "only --steps, --rollout-timeout and --max-bad-steps may change"
-            raise UserError(f"--{others[0]}: --resume goes on with the run's own settings; {free}")
+            free = ", ".join(f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(Config) if f.name in checkpoint.FREE)
+            raise UserError(f"--{others[0]}: --resume goes on with the run's own settings; only {free} may change")
         if config.steps < saved.steps:
             raise UserError(f"--steps {config.steps}: the run to resume has {saved.steps}; it may grow, not shrink")
     elif config.out:
         folders = [folder := pathlib.Path(config.out)]
-        if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - {".lock", ".config.json.new"}):
+        if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir() if p.name[0] != "."} - {"curves.png"}):
             raise UserError(f"--out {folder}: holds another run; choose another folder, or --resume {folder}")
     check(config)
     path = resolve_model(config.model, config.env)

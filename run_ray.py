@@ -37,16 +37,17 @@ from run_async import UserError, default_threads, devices
 # A link that was down for 20 s can leave a connection that one end has given up and the other waits on. Ray asks after 300 s; its
 # servers allow it every 60 s.
 os.environ.setdefault("RAY_grpc_client_keepalive_time_ms", "65000")
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: beside any other load engines would get next to no CPU
 try:
     import ray
-    from ray.exceptions import RayActorError, RayError, RayTaskError
+    from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 except ImportError:
     print("run_ray.py: Ray is not installed: pip install --no-deps -r requirements-ray.txt", file=sys.stderr)
     raise SystemExit(2) from None
 from weight_transfer import Sender, free_address, result_of
 
 DEATHS = 3  # of an engine in a row, which end the run
-START = 600.0  # seconds in which the engines must be there
+START = 600.0  # seconds in which the engines, and the learners, must be there
 
 
 @dataclass
@@ -259,7 +260,7 @@ class Engines:
                 result_of(done)
             return result_of(calls)
         except RayActorError as error:
-            raise RuntimeError(f"an engine died {DEATHS} times in a row: {' '.join(str(error).split())}") from error
+            raise RuntimeError(f"an engine died {DEATHS} times in a row: {' '.join(str(error).split())}") from None
 
     def close(self) -> None:
         for actor in self.actors:
@@ -311,7 +312,11 @@ class Learners:
         self.actors = [actor.remote() for _ in range(config.learners)]
         ranks, settings["device"] = [actor._actor_id.hex() for actor in self.actors], "cuda:0" if on_gpu else "cpu"
         threads = config.learner_threads or default_threads(config.lag)
-        self._all("start", ranks, ray.get(self.actors[0].address.remote()), threads, args, settings)
+        try:
+            address, *_ = ray.get([actor.address.remote() for actor in self.actors], timeout=START)
+        except GetTimeoutError:
+            raise TimeoutError(f"--learners {config.learners}: not all are there after {START:g} s; has Ray room for them?") from None
+        self._all("start", ranks, address, threads, args, settings)
         # for its configuration, and to write checkpoints here, where the run folder is
         self.model = AutoModelForCausalLM.from_pretrained(args[0], dtype=getattr(torch, args[1])).to("meta")
         save = self.model.save_pretrained
@@ -364,8 +369,8 @@ class Run(run_async.Run):
     def fail(self, error: BaseException) -> None:
         name = "REINFORCE_ZERO_RESTARTS"
         restarts, cause = int(os.environ.get(name, 0)), error
-        while cause and not isinstance(cause, RayError):  # of a checkpoint that could not be written, say
-            cause = cause.__cause__
+        while cause and (isinstance(cause, RayTaskError) or not isinstance(cause, RayError)):  # a RayTaskError is what a call raised
+            cause = cause.__cause__  # of a checkpoint that could not be written, say
         if not cause or restarts == self.config.max_restarts:
             return super().fail(error)
         self.say(f"restart {restarts + 1} of {self.config.max_restarts} (--max-restarts): {' '.join(str(error).split())}")
@@ -373,7 +378,7 @@ class Run(run_async.Run):
         if not checkpoint.checkpoints(self.folder):
             args = [*self.args, "--out", str(self.folder)]
             for path in self.folder.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)  # curves may be being drawn
         ray.shutdown()
         # what a user would do, in a new process with no trace of this one but its id
         os.dup2(self.console.fileno(), 1), os.dup2(self.console.fileno(), 2)

@@ -34,7 +34,11 @@ ASIDE = ("weight_bytes",)  # besides timing keys
 def plain(tmp_path_factory, base_model) -> Done:
     """The run of run_async.py that all others must equal."""
     folder = tmp_path_factory.mktemp("plain") / "run"
-    process = FORKS.Process(target=in_fork, args=([*SETTINGS, "--out", folder], folder.parent / "console", None))
+    return in_run_async(folder, *SETTINGS, "--out", folder)
+
+
+def in_run_async(folder, *args) -> Done:
+    process = FORKS.Process(target=in_fork, args=(args, folder.parent / "console", None))
     process.start()
     process.join(180)
     assert process.exitcode == 0, (folder.parent / "console").read_text()
@@ -134,6 +138,18 @@ def test_a_run_resumed_on_another_number_of_engines_ends_in_the_same_bytes(go, p
     assert_same(go(folder, "--engines", 1), plain)
 
 
+def test_a_run_of_run_async_goes_on_in_run_ray_on_two_learners_and_then_in_run_async_again(go, plain, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(plain.folder, folder)
+    shutil.rmtree(folder / "checkpoint-6")
+    assert_same(go(folder, "--engines", 2, "--learners", 2), plain)
+    shutil.rmtree(folder / "checkpoint-6")
+    assert_same(in_run_async(folder, "--resume", folder), plain)
+    for program, also in ((run_ray, True), (run_async, False)):  # what may change is said
+        assert program.main(["--resume", str(folder), "--lag", "9"]) == 2
+        assert ("--learners" in (error := capsys.readouterr().err)) == also and "--lag" in error and "--steps" in error
+
+
 def processes(name: str, of: int | None = None) -> list[psutil.Process]:
     """Descendants of a process (this one) that Ray has given a name that begins so."""
     found = []
@@ -161,10 +177,15 @@ def in_a_call(name: str, after, of: int | None = None) -> psutil.Process:
 
 
 def test_an_engine_killed_in_the_middle_of_a_batch_is_started_again_and_the_run_ends_in_the_same_bytes(go, plain, tmp_path):
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    killer = threading.Thread(target=lambda: in_a_call("EngineActor.generate", lambda: metrics.exists() and metrics.read_text()).kill())
+    metrics, before = tmp_path / "run" / "metrics.jsonl", set()
+
+    def kill():
+        process = in_a_call("EngineActor.generate", lambda: metrics.exists() and metrics.read_text())
+        before.update(p.pid for p in processes("EngineActor"))
+        process.kill()
+
+    killer = threading.Thread(target=kill)
     killer.start()
-    before = {p.pid for p in processes("EngineActor")}
     done = go(tmp_path / "run", "--engines", 3)
     killer.join()
     after = {p.pid for p in processes("EngineActor")}
@@ -189,7 +210,26 @@ def test_a_hung_engine_ends_the_run_at_its_timeout(go, tmp_path):
     assert "run_ray.py: TimeoutError: rollout has hung for 1 s" in done.console
 
 
-def test_an_engine_that_dies_in_every_attempt_ends_the_run_with_its_last_error(pool, base_model):
+@pytest.fixture
+def restarted(tmp_path, monkeypatch):
+    """restarted(error) -> the arguments with which the run starts itself again after the error; None if it ends."""
+
+    def of(error):
+        started, run = [], run_ray.Run.__new__(run_ray.Run)
+        (tmp_path / "run").mkdir()
+        vars(run).update(config=types.SimpleNamespace(max_restarts=1), say=print, folder=tmp_path / "run", args=["--lag", "2"],
+                         console=types.SimpleNamespace(fileno=lambda: 2))  # fmt: skip
+        with monkeypatch.context() as patch:
+            for module, name in ((run_ray.ray, "shutdown"), (os, "dup2"), (run_async.Run, "fail")):
+                patch.setattr(module, name, lambda *_: None)
+            patch.setattr(os, "execve", lambda program, args, environment: started.append(args[2:]))
+            run.fail(error)
+        return started[0] if started else None
+
+    return of
+
+
+def test_an_engine_that_dies_in_every_attempt_ends_the_run_with_its_last_error(pool, base_model, restarted):
     others, killed, over = {p.pid for p in processes("EngineActor")}, set(), threading.Event()
 
     def kill():
@@ -202,22 +242,30 @@ def test_an_engine_that_dies_in_every_attempt_ends_the_run_with_its_last_error(p
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        with pytest.raises(RuntimeError, match="an engine died 3 times in a row: The actor"):
+        with pytest.raises(RuntimeError, match="an engine died 3 times in a row: The actor") as raised:
             run_ray.Engines(run_ray.Config(), base_model, device="cpu", max_seqs=4)
     finally:
         over.set(), killer.join()
     assert len(killed) == 3
+    assert restarted(raised.value) is None  # it would only die again
 
 
-def test_an_error_in_an_engine_is_raised_as_it_was(pool, base_model):
-    with pytest.raises(ValueError, match="--env chess"):
+def test_an_error_in_an_engine_is_raised_as_it_was_and_ends_the_run(pool, base_model, restarted):
+    with pytest.raises(ValueError, match="--env chess") as raised:
         run_ray.Engines(run_ray.Config(env="chess"), base_model, device="cpu", max_seqs=4)
+    assert restarted(raised.value) is None
 
 
 def test_engines_for_which_ray_has_no_room_end_the_run_in_time(pool, base_model, monkeypatch):
     monkeypatch.setattr(run_ray, "START", 1.0)
     with pytest.raises(TimeoutError, match="--engines 20"):
         run_ray.Engines(run_ray.Config(engines=20, prompts=20), base_model, device="cpu", max_seqs=4)
+
+
+def test_learners_for_which_ray_has_no_room_end_the_run_in_time(pool, base_model, monkeypatch):
+    monkeypatch.setattr(run_ray, "START", 1.0)
+    with pytest.raises(TimeoutError, match="--learners 20"):
+        run_ray.Learners(run_ray.Config(learners=20), base_model, "bfloat16", "aligned", device="cpu")
 
 
 def test_weights_are_one_object_that_is_read_in_place_and_freed_with_its_version(pool):
@@ -326,15 +374,17 @@ def test_a_lost_learner_ends_in_a_restart_from_the_newest_checkpoint_or_the_star
 # Bad input
 
 
-def test_a_learner_lost_while_a_checkpoint_is_written_is_a_lost_learner(tmp_path, monkeypatch):
-    error, started = OSError("checkpoint-6 could not be written"), []
+def test_a_learner_lost_while_a_checkpoint_is_written_is_a_lost_learner(tmp_path, restarted):
+    error = OSError("checkpoint-6 could not be written")
     error.__cause__ = run_ray.ray.exceptions.RayActorError()
-    for module, name in ((run_ray.ray, "shutdown"), (os, "dup2")):
-        monkeypatch.setattr(module, name, lambda *_: None)
-    monkeypatch.setattr(os, "execve", lambda program, args, environment: started.append(args))
-    config, console = types.SimpleNamespace(max_restarts=1), types.SimpleNamespace(fileno=lambda: 2)
-    run_ray.Run.fail(types.SimpleNamespace(config=config, say=print, folder=tmp_path, args=["--lag", "2"], console=console), error)
-    assert started[0][-4:] == ["--lag", "2", "--out", str(tmp_path)]
+    assert restarted(error) == ["--lag", "2", "--out", str(tmp_path / "run")]
+
+
+def test_a_figure_that_was_being_drawn_is_no_other_run_to_one_that_starts_again(tmp_path, capsys):
+    for name in ("curves.png", ".curves-7.png"):
+        (tmp_path / name).touch()
+    assert run_ray.main(["--lag", "-1", "--out", str(tmp_path)]) == 2
+    assert "--lag -1" in capsys.readouterr().err  # and not --out
 
 
 @pytest.mark.parametrize("args", ["--engines 0", "--engines 6", "--learners 0", "--tensor-parallel 2", "--max-restarts -1",
