@@ -77,7 +77,10 @@ def check(config: Config) -> None:
     if config.ray_address and config.ray_address != "auto":
         host, _, port = config.ray_address.rpartition(":")
         try:
-            socket.create_connection((host, int(port)), timeout=10).close()
+            with socket.create_connection((host, int(port)), timeout=10) as s:  # of anything but gRPC Ray would ask for minutes
+                s.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
+                if s.recv(9)[3:4] != b"\4" and not os.environ.get("RAY_USE_TLS"):
+                    raise OSError("something else answers")
         except (OSError, ValueError, OverflowError) as error:
             raise UserError(f"--ray-address {config.ray_address}: no Ray there; HOST:PORT of `ray start --head` ({error})") from None
 

@@ -9,6 +9,7 @@ import os
 import pathlib
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -394,6 +395,18 @@ def test_bad_input_is_refused_in_one_line_that_names_the_flag(args, capsys, tmp_
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1 and err.startswith("run_ray.py: " + args.split()[0])
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+def test_an_address_where_something_else_than_ray_listens_is_refused(said):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=lambda: server.accept()[0].sendall(said), daemon=True).start()  # and closes
+        with pytest.raises(run_ray.UserError, match="--ray-address .*(something else answers|reset)"):
+            run_ray.check(run_ray.Config(ray_address="127.0.0.1:%d" % server.getsockname()[1]))
+
+
+def test_rays_own_address_is_taken(pool):
+    run_ray.check(run_ray.Config(ray_address=run_ray.ray.get_runtime_context().gcs_address))
 
 
 def test_without_ray_it_says_what_to_install(tmp_path):
