@@ -63,7 +63,7 @@ class Config(run_async.Config):
     learners: int = 1
     """1: the learner is in this process; more: ranks of FSDP2 (learn_fsdp.py), a process and on GPUs a GPU each."""
     ray_address: str | None = None
-    """HOST:PORT of a Ray cluster that this machine is a node of, or auto; by default one is started here, for this run only."""
+    """HOST:PORT of a Ray cluster that this machine is a node of, or auto (any there is, also another run's); by default one of its own."""
     max_restarts: int = 3
     """How often the run goes on by itself from its newest checkpoint (or the start) after it has lost a learner."""
 
