@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import pathlib
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -164,6 +165,7 @@ def evaluate_model(config: Config, name: str, path: pathlib.Path, log: pathlib.P
     from kernels_cuda import choose_devices
     from rollout import Engine
 
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which this process, ended by a kill, would leave behind
     model, tokenizer = open_model(path, config.kernels, choose_devices()[0])
     try:
         benches = {bench: load_bench(bench, tokenizer, config) for bench in config.bench.split(",")}
