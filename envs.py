@@ -121,8 +121,9 @@ def chat_ids(tokenizer, content: str) -> list[int]:
 class Arith:
     """Mental arithmetic with one integer answer.
 
-    difficulty: the number of one-digit terms of a sum, "3+8+5+9="; or "words", for chat models, the product of two digits,
-    "What is seven times eight?".
+    difficulty: the number of one-digit terms of a sum, "3+8+5+9=", whose result is to be boxed; or "words", for chat models, the
+    product of two digits, "What is seven times eight?": there the response's last number counts, for a model of 135M parameters
+    does not box (of 64 responses at temperature 1 none was right in a box, 5 ended in the right number).
 
     Whether a problem is for training or held out is a hash of its prompt, so the two never meet, whatever the seed.
     """
@@ -156,19 +157,20 @@ class Arith:
         return list(found)
 
     def prompt_ids(self, problem: Problem) -> list[int]:
-        """Token ids of the prompt: in the tokenizer's chat template with a boxed-answer instruction if it has one, else plain."""
+        """Token ids of the prompt: in the tokenizer's chat template, with an instruction how to answer, if it has one, else plain."""
         if not self.tokenizer.chat_template:
             return self.tokenizer.encode(problem.prompt)
-        return chat_ids(self.tokenizer, f"{problem.prompt}\n{BOXED_INSTRUCTION}")
+        return chat_ids(self.tokenizer, f"{problem.prompt}\n{'Answer with a number.' if self.difficulty == 'words' else BOXED_INSTRUCTION}")
 
     def reward(self, problem: Problem, response: str) -> float:
-        """1.0 if the last `\\boxed{...}` of `response` is closed and holds the right integer, else 0.0."""
+        """1.0 if the last `\\boxed{...}` of `response` is closed and holds the right integer (words: if its last number is
+        that), else 0.0."""
         for token in self.tokenizer.all_special_tokens:
             response = response.replace(token, "")
-        boxed = last_boxed(response)
+        answer = last_boxed(response) if self.difficulty != "words" else (re.findall(r"-?[0-9]+(?:[.,][0-9]+)*", response) or [None])[-1]
         # at most 20 digits: int() raises on a run of thousands, and a policy will find one
-        is_integer = boxed is not None and re.fullmatch(r"\s*[+-]?[0-9]{1,20}\s*", boxed)
-        return float(bool(is_integer) and int(boxed) == int(problem.answer))
+        is_integer = answer is not None and re.fullmatch(r"\s*[+-]?[0-9]{1,20}\s*", answer)
+        return float(bool(is_integer) and int(answer) == int(problem.answer))
 
     def draw(self, rng: random.Random) -> Problem:
         if self.difficulty == "words":

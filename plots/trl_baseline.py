@@ -1,4 +1,5 @@
-"""Seconds per step of TRL's GRPOTrainer on the model, task and batch of our default run: the synchronous baseline.
+"""Seconds per step of TRL's GRPOTrainer on the model, task and batch of our default run: the synchronous baseline. With --model
+and a chat model the task is products in words.
 
     make bench-trl ARGS="--steps 8"
 
@@ -63,7 +64,7 @@ def main():
     path = args.model or str(make_base())
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype)
-    env = load_env("arith", tokenizer, args.seed)
+    env = load_env("arith", tokenizer, args.seed, "words" if tokenizer.chat_template else "")
     total_steps = args.warmup + args.steps
 
     problems = [problem for step in range(total_steps) for problem in env.train(step, args.prompts)]

@@ -160,7 +160,15 @@ def test_a_prompt_in_a_chat_template_has_the_instruction_and_each_special_token_
     env = load_env("arith", chat_tokenizer, 0, "words")
     ids = env.prompt_ids(Problem("What is two times three?", "6"))
     assert ids.count(chat_tokenizer.bos_token_id) == 1 and ids[0] == chat_tokenizer.bos_token_id
-    assert chat_tokenizer.decode(ids[1:]) == "[user] What is two times three?\nPut your final answer within \\boxed{}.\n[assistant] "
+    assert chat_tokenizer.decode(ids[1:]) == "[user] What is two times three?\nAnswer with a number.\n[assistant] "
+    boxed = load_env("arith", chat_tokenizer).prompt_ids(Problem("1+2=", "3"))
+    assert chat_tokenizer.decode(boxed[1:]) == "[user] 1+2=\nPut your final answer within \\boxed{}.\n[assistant] "
+
+
+@pytest.mark.parametrize("response, reward", [("It is 42.", 1), ("6 x 7 = 42", 1), ("42 is 6 times 7", 0), ("42.0", 0), ("1,042", 0), ("-42", 0),
+                                              ("4" * 50 + "2", 0), ("forty-two", 0), ("", 0), ("so \\boxed{42}", 1)])  # fmt: skip
+def test_in_words_the_last_number_is_the_answer(chat_tokenizer, response, reward):
+    assert load_env("arith", chat_tokenizer, 0, "words").reward(Problem("What is six times seven?", "42"), response) == reward
 
 
 def test_a_template_that_gives_the_date_gives_the_same_prompt_every_day(tokenizer, chat_tokenizer):
