@@ -239,7 +239,17 @@ def draw_speed(axis, runs):
     finish(axis, title, "seconds per update, median", "")
 
 
-FIGURES = {"1_gaps": draw_gaps, "2_kl": draw_kl, "3_d3": draw_d3, "4_pass": draw_pass, "5_norm": draw_norm, "6_rejected": draw_rejected, "7_speed": draw_speed}
+def draw_remedies(axis, runs):
+    arms = ("aligned-lag8", "standard-lag8", "standard-lag8-cap", "standard-lag8-token", "standard-lag8-seq", "aligned-lag8-noratio")
+    for arm in arms:
+        curve(axis, runs, arm, "reward")
+    last = [statistics.mean(last_tenth(runs, arm, "reward")) if arm in runs else math.nan for arm in ("aligned-lag8", "aligned-lag8-noratio")]
+    title = f"Lag 8, last tenth: {last[0]:.3f} with importance sampling, {last[1]:.3f} without (aligned)"
+    finish(axis, title, "training reward, mean of 50 updates")
+
+
+FIGURES = {"1_gaps": draw_gaps, "2_kl": draw_kl, "3_d3": draw_d3, "4_pass": draw_pass, "5_norm": draw_norm, "6_rejected": draw_rejected,
+           "7_speed": draw_speed, "11_remedies": draw_remedies}  # fmt: skip
 
 
 def draw_pairs(runs, names: dict[str, str], keys: dict[str, str], window: int):
@@ -381,7 +391,6 @@ def draw_comparison(logs: pathlib.Path, out: pathlib.Path = HERE) -> None:
     figure, axes = new_figure(4, 2, (14, 18))
     for axis, draw in zip(axes.flat, FIGURES.values()):
         draw(axis, runs)
-    axes[3, 1].axis("off")
     save(figure, out / "8_all.svg")
     save(figure, out / "8_all.png")
     for name, draw in {"9_drift": draw_drift, "10_smollm2": draw_smollm2}.items():
