@@ -83,7 +83,7 @@ def run(arm: str, seed: int, updates: int, smollm2: str) -> None:
         arguments = ["--resume", str(folder), "--steps", str(updates)]
     else:
         shutil.rmtree(folder, ignore_errors=True)
-        arguments = [*flags, "--save-every", str(10 if arm in WORDS else 100), "--out", str(folder)]
+        arguments = [*flags, "--save-every", str(10 if arm in WORDS else 100), "--keep", "2", "--out", str(folder)]
     print("python run_async.py", *flags, flush=True)
     result = subprocess.run([sys.executable, ROOT / "run_async.py", *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     if result.returncode:
