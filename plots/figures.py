@@ -109,7 +109,7 @@ def smooth(values: list[float], window: int = 20) -> list[float]:
 
 
 DRIFT = {"lr2e-5": "learning rate 2e-5", "lag8": "the default: lag 8, learning rate 4e-5", "lr1e-4": "learning rate 1e-4", "noclip": "no clipping", "lag64-noclip": "lag 64, no clipping",
-         "8terms": "8 terms, 64 tokens"}  # fmt: skip
+         "8terms": "8 terms, 64 new tokens"}  # fmt: skip
 SPEED = ("speed-aligned-lag0", "speed-aligned-lag2", "speed-aligned-lag8", "speed-aligned-lag64", "speed-standard-lag0", "speed-standard-lag8")
 SETTLED = 65  # updates until the largest lag has built up; before that, batches of --lag 64 load no new weights
 # name: (label, colour, line style)
@@ -381,7 +381,7 @@ def results(runs) -> str:
     lines += ["", "| log | command | hours | machine |", "|---|---|---|---|"]
     for arm, seeds in sorted(runs.items()):
         lines += [f"| {arm}, seed {i} | `{r['about']['command']}` | {r['about']['hours']:.2f} | {r['about']['machine']} |" for i, r in enumerate(seeds)]
-    return "\n".join(lines).replace("nan", "-") + "\n"
+    return "\n".join(lines).replace("nan ± nan", "-").replace("nan", "-") + "\n"
 
 
 def draw_comparison(logs: pathlib.Path, out: pathlib.Path = HERE) -> None:
