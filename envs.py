@@ -160,14 +160,18 @@ class Arith:
         """Token ids of the prompt: in the tokenizer's chat template, with an instruction how to answer, if it has one, else plain."""
         if not self.tokenizer.chat_template:
             return self.tokenizer.encode(problem.prompt)
-        return chat_ids(self.tokenizer, f"{problem.prompt}\n{'Answer with a number.' if self.difficulty == 'words' else BOXED_INSTRUCTION}")
+        instruction = "Answer with a number." if self.difficulty == "words" else BOXED_INSTRUCTION
+        return chat_ids(self.tokenizer, f"{problem.prompt}\n{instruction}")
 
     def reward(self, problem: Problem, response: str) -> float:
         """1.0 if the last `\\boxed{...}` of `response` is closed and holds the right integer (words: if its last number is
         that), else 0.0."""
         for token in self.tokenizer.all_special_tokens:
             response = response.replace(token, "")
-        answer = last_boxed(response) if self.difficulty != "words" else (re.findall(r"-?[0-9]+(?:[.,][0-9]+)*", response) or [None])[-1]
+        if self.difficulty == "words":
+            *_, answer = None, *re.findall(r"-?[0-9]+(?:[.,][0-9]+)*", response)
+        else:
+            answer = last_boxed(response)
         # at most 20 digits: int() raises on a run of thousands, and a policy will find one
         is_integer = answer is not None and re.fullmatch(r"\s*[+-]?[0-9]{1,20}\s*", answer)
         return float(bool(is_integer) and int(answer) == int(problem.answer))

@@ -1,6 +1,6 @@
 """The published comparisons, run here: each arm is one `run_async.py`, one after another, then figures and the table.
 
-    python plots/reproduce.py                            # every arm, 1,500 updates each: some hours on two cores
+    python plots/reproduce.py                            # the main arms, 1,500 updates each: some hours on two cores
     python plots/reproduce.py --arms aligned-lag8 standard-lag8 --updates 300 --seeds 1
     python plots/reproduce.py --arms speed               # updates per second, short runs; on an otherwise idle machine
 
